@@ -1,0 +1,1 @@
+"""The package that the examples share: everything that is not what an example is named after."""

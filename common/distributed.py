@@ -1,0 +1,489 @@
+"""Processes that form a world: started, joined, watched, stopped together.
+
+An example that is about something else than starting processes calls `launch(main_worker, place, args)`.
+`examples/mnist_ddp_spawn` writes out the same steps with the pieces below.
+"""
+
+import contextlib
+import datetime
+import multiprocessing as std_mp
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from common.errors import Stopped, UserError
+from common.flags import fail
+from common.launcher import LOOPBACK, Launch, Place
+
+__all__ = [
+    "Launch",
+    "Stop",
+    "World",
+    "agree",
+    "launch",
+    "main_first",
+    "meet",
+    "say",
+    "settle",
+    "supervise",
+    "taking_part",
+]
+
+Value = TypeVar("Value")
+GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
+
+
+@dataclass(frozen=True)
+class World:
+    """What one process knows about the job that it is part of."""
+
+    rank: int
+    size: int
+    local_rank: int
+    node: int
+    nodes: int
+    device: torch.device
+    backend: str
+    """`gloo`, or `nccl` (collectives on CPU tensors then still go through gloo)."""
+    timeout: datetime.timedelta
+    store: dist.Store
+    place: Place
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes, logs and draws."""
+        return self.rank == 0
+
+    @property
+    def group_backend(self) -> str:
+        """The backend argument of `init_process_group`: one per kind of device."""
+        return "cpu:gloo,cuda:nccl" if self.backend == "nccl" else self.backend
+
+
+# ---------------------------------------------------------------------------------------- starting processes
+
+
+@contextlib.contextmanager
+def meet(place: Place) -> Generator[Place]:
+    """Host the store at which the workers of a job meet, in the process that spawns them.
+
+    The socket is bound here and handed to the store: a store that binds by itself listens on all interfaces, and a
+    free port that is looked up first can be taken before it is used. It listens on loopback when all processes
+    are on one machine. Nodes other than the first only pass through.
+
+    Raises:
+        SystemExit: code 2, the port of `--dist-url` is in use.
+    """
+    if not place.spawns or place.node != 0:
+        yield place
+        return
+    try:
+        listener = _listen(place)
+    except UserError as error:
+        fail(error)
+    port = listener.getsockname()[1]
+    # The store owns the descriptor from here on.
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    yield replace(place, port=port)
+    del store
+
+
+def _listen(place: Place) -> socket.socket:
+    address = "127.0.0.1" if place.loopback else ""
+    try:
+        return socket.create_server((address, place.port), backlog=512)
+    except OSError as error:
+        raise UserError(
+            f"port {place.port} cannot be used ({os.strerror(error.errno or 0)}): another job may hold it; "
+            f"choose another port in --dist-url, or leave it out on one machine"
+        ) from None
+
+
+def launch(worker: Callable[[int, Place, Any], None], place: Place, args: object) -> int:
+    """Run `worker(local_rank, place, args)` in every process of this node and wait for them.
+
+    The worker does its work inside `taking_part`.
+
+    Returns:
+        The exit code: 0, 2 after a user's mistake, 128 + n after signal n, 1 after anything else.
+    """
+    with meet(place) as here:
+        if not here.spawns:
+            worker(here.local_rank, here, args)
+            return 0
+        return supervise(
+            mp.start_processes(worker, (here, args), here.local_size, join=False, start_method="forkserver")
+        )
+
+
+def supervise(context: mp.ProcessContext | None) -> int:
+    """Wait for spawned workers; end all of them when one fails; pass SIGTERM and Ctrl-C on to them.
+
+    Returns:
+        The exit code of the node: that of the first worker that failed, 1 if it was killed.
+    """
+    assert context is not None
+    processes = context.processes
+    asked: list[float] = []
+    first_signal: list[int] = []
+
+    def forward(signum: int, _: FrameType | None) -> None:
+        asked.append(time.monotonic())
+        first_signal.append(signum)
+        for process in processes:
+            if process.is_alive():  # the second signal does not wait for a checkpoint
+                os.kill(process.pid, signum if len(asked) == 1 else signal.SIGKILL)
+
+    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM)}
+    alive = {process.sentinel: rank for rank, process in enumerate(processes)}
+    failed: tuple[int, int] | None = None  # local rank and exit code of the first that failed
+    deadline = float("inf")
+    try:
+        while alive:
+            limit = min(deadline, asked[0] + GRACE if asked else float("inf"))
+            wait = min(1.0, max(0.0, limit - time.monotonic()))
+            for sentinel in multiprocessing.connection.wait(list(alive), timeout=wait):
+                local_rank = alive.pop(sentinel)  # type: ignore[arg-type]
+                processes[local_rank].join()
+                code = processes[local_rank].exitcode
+                if code != 0 and failed is None:
+                    failed = local_rank, code
+                    deadline = time.monotonic() + (GRACE if asked else 2.0)  # others may be printing their own error
+            if time.monotonic() >= limit:
+                for process in processes:
+                    process.kill()
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+    if failed is None:
+        return 0
+    local_rank, code = failed
+    if code < 0 and asked:
+        return 128 + first_signal[0]
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = " (out of memory?)" if name == "SIGKILL" else ""
+        print(
+            f"error: the process with local rank {local_rank} was ended by {name}{why}; the others were ended too. "
+            f"Start again with --resume auto to go on from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
+    return code
+
+
+# ------------------------------------------------------------------------------------------- being a process
+
+
+def connect(place: Place) -> World:
+    """Find this process's device and the job's store.
+
+    Raises:
+        UserError: a device or backend that this machine does not have.
+    """
+    flags = place.flags
+    cuda = flags.device == "cuda" or (flags.device == "auto" and torch.cuda.is_available())
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device that torch can use; try --device cpu")
+    backend = flags.dist_backend if flags.dist_backend != "auto" else ("nccl" if cuda else "gloo")
+    if backend == "nccl" and not cuda:
+        raise UserError("--dist-backend nccl needs CUDA devices, and torch sees none; use --dist-backend gloo")
+    devices = torch.cuda.device_count() if cuda else 0
+    if backend == "nccl" and place.local_size > devices:
+        raise UserError(
+            f"{place.local_size} processes on {devices} CUDA device(s): nccl needs a device for each; "
+            f"use --nproc {devices}, or --dist-backend gloo to share them"
+        )
+    device = torch.device("cuda", place.local_rank % devices) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)  # collectives and allocations without an explicit device go there
+    timeout = datetime.timedelta(seconds=flags.timeout)
+    store = _store(place, timeout)
+    store.add(f"machine {machine()}", 1)
+    _await_all(store, place, flags.timeout)
+    # Two processes with a thread per core each are slower than one thread each, and the number of threads changes
+    # the last bits of a sum: so it depends on who shares the machine, not on the launcher.
+    neighbours = store.add(f"machine {machine()}", 0)
+    torch.set_num_threads(flags.threads or max(1, cores() // neighbours))
+    return World(
+        rank=place.rank,
+        size=place.size,
+        local_rank=place.local_rank,
+        node=place.node,
+        nodes=place.nodes,
+        device=device,
+        backend=backend,
+        timeout=timeout,
+        store=store,
+        place=place,
+    )
+
+
+def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
+    """The key-value store through which the processes of a job find each other."""
+    if place.loopback:  # gloo takes the interface of the host name otherwise, which other machines can reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    if place.launcher == "plain":
+        return dist.HashStore()
+    descriptor = None
+    hosts = place.rank == 0 and not place.store_hosted
+    if hosts:
+        descriptor = _listen(place).detach()
+    try:
+        host = "127.0.0.1" if place.host in LOOPBACK else place.host
+        store: dist.Store = dist.TCPStore(
+            host, place.port, is_master=hosts, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise UserError(
+            f"rank {place.rank} cannot reach {place.host}:{place.port} within {timeout.total_seconds():g} s: "
+            f"start node 0 first or together, and check the address and the firewall ({str(error).splitlines()[0]})"
+        ) from None
+    # torchrun keeps one store for all its restarts: without a prefix, restarted ranks read addresses of the dead.
+    return dist.PrefixStore(f"attempt-{place.attempt}", store)
+
+
+def _await_all(store: dist.Store, place: Place, seconds: float) -> None:
+    """Wait until every rank has come, so that a missing one is named instead of a timeout without a word."""
+    store.set(f"joined/{place.rank}", "")
+    store.add("joined", 1)
+    deadline, pause = time.monotonic() + seconds, 0.002
+    while store.add("joined", 0) < place.size:
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank in range(place.size) if not store.check([f"joined/{rank}"])]
+            raise UserError(
+                f"{place.size - len(missing)} of {place.size} processes joined within {seconds:g} s; missing: rank "
+                f"{', '.join(missing)}. Start the others, or give a longer --timeout"
+            )
+        time.sleep(pause)
+        pause = min(0.5, 2 * pause)
+
+
+def cores() -> int:
+    """The CPU cores that this process may use: its affinity mask, cut to the quota of its container."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(usable, int(_quota() or usable)))
+
+
+def _quota() -> float | None:
+    """The CPU limit of the control group (version 2), in cores."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return int(quota) / int(period)
+    return None
+
+
+def machine() -> str:
+    """A name for the set of cores that this process shares with others of the job."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        if _quota():  # a container with cores of its own
+            name += str(Path("/proc/self/ns/mnt").readlink())
+    except OSError:
+        name = socket.gethostname()
+    return f"{name} {sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else ''}"
+
+
+@contextlib.contextmanager
+def taking_part(place: Place, local_rank: int) -> Generator[World]:
+    """The frame around the work of one process: its world on entry, a clean end in every case.
+
+    A user's mistake and an unexpected exception are printed by the first rank that meets them, once for the job;
+    then the process ends with exit code 2 or 1 (128 + n after signal n), without waiting for the others.
+    """
+    place = place.worker(local_rank)
+    _end_with_parent()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _stop_now)
+    world: World | None = None
+    try:
+        world = connect(place)
+        yield world
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
+    except UserError as error:
+        message, code = f"error: {error}", 2
+    except Stopped as stop:
+        message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
+    except Exception as error:
+        lost = isinstance(error, dist.DistError) or "onnection" in str(error)
+        text = f"lost the other processes: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
+        message, code = f"error: rank {place.rank}: {text}", 1
+    if _speaks_first(world, place):
+        print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
+    os._exit(code)
+
+
+def _stop_now(signum: int, _: FrameType | None) -> None:
+    raise Stopped(signum, "nothing was trained yet, nothing to save")
+
+
+def _speaks_first(world: World | None, place: Place) -> bool:
+    """Whether no other rank has reported its end yet: the first one's reason is the cause of the others'."""
+    if world is None:
+        return place.rank == 0
+    try:
+        return bool(world.store.compare_set("end reported", "", str(place.rank)) == str(place.rank).encode())
+    except (dist.DistError, RuntimeError):  # the host of the store is gone: better twice than not at all
+        return True
+
+
+def _end_with_parent() -> None:
+    """End this process at once when the one that spawned it is killed: nobody would wait for it any more."""
+    parent = std_mp.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ------------------------------------------------------------------------------------- agreeing with the others
+
+
+class Stop:
+    """Finds the step at which all ranks stop together after SIGTERM or Ctrl-C reached any of them.
+
+    Every few steps, `agreed` starts a small asynchronous all-reduce and reads the result of the one before, so no
+    step waits for it, and all ranks read the same answer in the same step. The distance follows the pace of the
+    steps, which the ranks agree on in the same message. Use as a context manager around the training loop; outside
+    of it a signal ends the process at once.
+
+    Args:
+        seconds: about how long a signal may wait for the next message; a third of it costs nothing measurable.
+    """
+
+    def __init__(self, seconds: float = 0.5) -> None:
+        self._seconds = seconds
+        self._signum = 0
+        self._steps = 0  # since the last message
+        self._distance = 1  # steps between messages
+        self._sent = torch.zeros(2, dtype=torch.int32)
+        self._work: dist.Work | None = None
+
+    def __enter__(self) -> "Stop":
+        self._previous = {s: signal.signal(s, self._remember) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._clock = time.monotonic()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._work is not None and kind is None:
+            self._work.wait()
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _remember(self, signum: int, _: FrameType | None) -> None:
+        self._signum = signum
+
+    def agreed(self) -> int:
+        """The signal on which all ranks stop after this step, or 0. Every rank calls this once per step."""
+        self._steps += 1
+        if self._steps < self._distance:
+            return 0
+        signum = 0
+        if self._work is not None:
+            self._work.wait()
+            signum, slowness = self._sent.tolist()
+            self._distance = max(1, round(self._seconds * 1e6 / max(1, slowness)))
+        now = time.monotonic()
+        microseconds = round(1e6 * (now - self._clock) / self._steps)  # per step; the slowest rank's counts
+        self._clock, self._steps = now, 0
+        self._sent = torch.tensor([self._signum, min(microseconds, 2**31 - 1)], dtype=torch.int32)
+        self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
+        return signum
+
+
+@contextlib.contextmanager
+def main_first(world: World, what: str, patience: float = 3600.0) -> Generator[None]:
+    """Let one process per node do the body before the others of the node do it: downloads, caches.
+
+    Args:
+        world: this process's world.
+        what: names the work in the store and in error messages; used once per run.
+        patience: the longest wait for the first process, in seconds (longer than a collective's timeout).
+
+    Raises:
+        UserError: the first process failed; the others report the same.
+    """
+    key = f"first/{what}/{world.node}"
+    if world.local_rank == 0:
+        try:
+            yield
+        except BaseException as error:
+            world.store.set(key, str(error) or type(error).__name__)
+            raise
+        world.store.set(key, "")
+        return
+    deadline = time.monotonic() + patience
+    while not world.store.check([key]):  # not store.wait(): a signal could not interrupt it
+        if time.monotonic() > deadline:
+            raise UserError(f"{what}: the first process of this node is not done after {patience:g} s")
+        time.sleep(0.01)
+    failure = world.store.get(key).decode()
+    if failure:
+        raise UserError(failure)
+    yield
+
+
+def say(world: World, line: str) -> None:
+    """Print a line from the main rank only."""
+    if world.is_main:
+        print(line, flush=True)
+
+
+def agree(world: World, value: Value, what: str) -> Value:
+    """Check that all ranks hold the same value (a string or number) and return it.
+
+    Raises:
+        UserError: they do not; the values are named.
+    """
+    everybody: list[Any] = [None] * world.size
+    dist.all_gather_object(everybody, value)
+    if any(other != everybody[0] for other in everybody):
+        shown = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(everybody))
+        raise UserError(f"the ranks disagree on {what} ({shown}): do all nodes see the same files?")
+    return value
+
+
+def settle(model: nn.Module, *inputs: Tensor) -> None:
+    """Do one discarded forward and backward, after which DDP's buckets have their final layout.
+
+    DDP lays its buckets out anew after the first step, in the order in which gradients became ready, and with 3
+    or more ranks the layout changes the order of additions. A resumed run would so differ from an
+    uninterrupted one in the last bits of its first step; with this step before the first one, neither does.
+    Parameters, buffers and random numbers are left as they were.
+
+    Args:
+        model: the wrapped model.
+        inputs: tensors as in training, of any batch size.
+    """
+    random = torch.get_rng_state()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    model(*inputs).float().sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    for buffer, before in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    torch.set_rng_state(random)

@@ -1,0 +1,109 @@
+"""Command-line flags: a frozen dataclass in, a checked instance out, without importing torch.
+
+`--help` and typing errors answer in a fraction of a second because this happens before the seconds that
+`import torch` takes; that is why the modules with options in them import torch inside their functions.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Protocol, TypeVar
+
+import tyro
+
+from common.errors import UserError
+from common.launcher import Launch, Place, cuda_devices, preload, resolve
+
+
+class HasLaunch(Protocol):
+    """Flags that include those of `Launch`."""
+
+    @property
+    def launch(self) -> Launch:
+        """The flags about processes."""
+
+
+Args = TypeVar("Args")
+LaunchArgs = TypeVar("LaunchArgs", bound=HasLaunch)
+
+
+def begin(cls: type[LaunchArgs], description: str | None) -> tuple[LaunchArgs, Place]:
+    """Do everything that can be done before torch is imported: flags, place in the job, server for workers.
+
+    Args:
+        cls: the flags, with a field `launch`.
+        description: the text above the flags in `--help`.
+
+    Raises:
+        SystemExit: as `parse`.
+    """
+    args = parse(cls, description=description)
+    try:
+        place = resolve(args.launch, os.environ, cuda_devices)
+    except UserError as error:
+        fail(error)
+    preload(place)
+    return args, place
+
+
+def parse(cls: type[Args], argv: Sequence[str] | None = None, description: str | None = None) -> Args:
+    """Read the flags of `cls` (a frozen dataclass with a docstring under each field).
+
+    Args:
+        cls: the dataclass; a nested one adds its own flags without a prefix.
+        argv: the words to read; by default those of the command line.
+        description: the text above the flags in `--help`; by default the docstring of `cls`.
+
+    Raises:
+        SystemExit: code 2 with one line on standard error (from one process only, when a launcher started
+            several), code 0 after `--help`.
+    """
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(cls, args=argv, description=description, config=(tyro.conf.FlagCreatePairsOff,))
+    except UserError as error:  # raised by the __post_init__ of the dataclasses
+        fail(error)
+    except SystemExit as stop:
+        if stop.code != 0:
+            fail(UserError(f"{one_line(captured.getvalue())} (--help lists the flags)"))
+        raise
+
+
+def at_least(least: int, **values: float | None) -> None:
+    """Check flags (by their field names) against a lower bound; None, a default still to be chosen, passes.
+
+    Raises:
+        UserError: a flag is below the bound.
+    """
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+
+
+def fail(error: UserError) -> NoReturn:
+    """Print the error once for the whole job and end this process with exit code 2."""
+    if may_speak(os.environ):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def may_speak(env: Mapping[str, str]) -> bool:
+    """Whether this process is the one that reports, judged before any process group exists."""
+    return env.get("RANK", env.get("SLURM_PROCID", "0")) == "0"
+
+
+def one_line(box: str) -> str:
+    """The message inside the box that tyro draws, up to its first ruler, as one line."""
+    lines = [re.sub(r"[│╭╮╰╯]", "", line).strip() for line in box.splitlines()]
+    text: list[str] = []
+    for line in lines[1:]:
+        if line.startswith("──"):
+            break
+        text.append(line)
+    suggestion = re.search(r"Perhaps you meant:\s*(\S.*)", "\n".join(lines))
+    hint = f"; perhaps you meant {suggestion[1].split(', ')[-1].split()[0]}" if suggestion else ""
+    return " ".join(text).rstrip(".") + hint

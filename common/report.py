@@ -1,0 +1,276 @@
+"""What a run leaves behind and what it shows, written by the main rank only.
+
+In `--out DIR`: `result.json`, `curves.png`, `predictions.csv`, `metrics.jsonl`, TensorBoard events, the best model.
+Modules that are slow to import (TensorBoard, matplotlib) are imported when they are first needed, after the training
+that they would delay.
+"""
+
+import csv
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from common.checkpoint import Checkpoint, write_atomically
+from common.distributed import World
+from common.errors import UserError
+from common.precision import Numerics
+
+Item = TypeVar("Item")
+Point = tuple[int, dict[str, float]]
+
+
+@dataclass
+class Report:
+    """The run's voice: log lines, a progress bar, curves, result files.
+
+    Args:
+        example: the example's name.
+        out: the folder for everything that the run writes.
+        world: this process's world; on other ranks than the main one nothing is shown or written.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+
+    example: str
+    out: Path
+    world: World
+
+    def __post_init__(self) -> None:
+        self._scalars: list[Point] = []  # all of the run, for the curves
+        self._unwritten: list[Point] = []  # not yet in metrics.jsonl
+        self._for_tensorboard: list[Point] = []  # not yet in the events
+        self._writer: Any = None
+        self._losses: list[Tensor] = []
+        self._first_step = self._last_step = self._samples = 0
+        self.seconds = {"startup": 0.0, "train": 0.0, "eval": 0.0}
+        if not self.world.is_main:
+            return
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            probe = self.out / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"--out {self.out} cannot be written ({error.strerror}): choose another folder") from None
+
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._write_lines()
+        self._write_events()
+        if self._writer is not None:
+            self._writer.close()
+
+    def log(self, line: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self.world.is_main:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def warn(self, line: str) -> None:
+        """Print a warning on standard error, yellow on a terminal (not with NO_COLOR)."""
+        if self.world.is_main:
+            colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+            tqdm.write(f"\033[1;33mwarning: {line}\033[0m" if colour else f"warning: {line}", file=sys.stderr)
+
+    def introduce(self, data: str, numerics: Numerics, batch_size: int) -> None:
+        """Say in one line what the run uses."""
+        world = self.world
+        count = f"{world.size} x " if world.size > 1 else ""
+        device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
+        if world.device.type == "cpu" and world.place.flags.device == "auto":
+            self.warn("no CUDA device was found: training on the CPU, which is slower")
+        for warning in world.place.warnings:
+            self.warn(warning)
+        self.log(
+            f"{self.example}: {data}, {count}{device} ({torch.get_num_threads()} threads) on {world.nodes} node(s), "
+            f"backend {world.backend}, {numerics.name}{', channels last' if numerics.channels_last else ''}, "
+            f"batch {batch_size} = {world.size} ranks x {batch_size // world.size}, launcher {world.place.launcher}"
+        )
+
+    def begin(self, step: int, start: Checkpoint | None) -> None:
+        """Start the curves, or go on with those of the run that is resumed, up to its step."""
+        self._first_step = step
+        if not self.world.is_main:
+            return
+        if start:
+            self.log(f"resumed from {start.path} at step {step}")
+        file = self.out / "metrics.jsonl"
+        lines = file.read_text().splitlines() if start and file.exists() else []
+        self._scalars = [(record.pop("step"), record) for record in map(json.loads, lines) if record["step"] <= step]
+        write_atomically(file, "".join(_line(*point) for point in self._scalars).encode())
+        if not start:
+            for events in self.out.glob("tensorboard/events.*"):
+                events.unlink()
+
+    def steps(self, items: Iterable[Item], label: str, total: int, initial: int = 0) -> Iterator[Item]:
+        """Iterate over batches with a progress bar on the main rank's terminal (none where that is no terminal)."""
+        self.seconds["startup"] = self.seconds["startup"] or time.time() - self.world.place.started
+        hidden = None if self.world.is_main else True  # None: hidden where the output is no terminal
+        with tqdm(items, label, total, initial=initial, disable=hidden, leave=False, unit="step") as bar:
+            started = time.perf_counter()
+            yield from bar
+            self.seconds["train"] += time.perf_counter() - started
+
+    def loss(self, step: int, loss: Tensor, samples: int) -> None:
+        """Remember this rank's loss of a step without reading it, which would make the host wait for the device.
+
+        Args:
+            step: the optimizer step, from 1.
+            loss: a scalar whose mean over the ranks is the loss of the global batch.
+            samples: samples in the global batch.
+        """
+        self._losses.append(loss.detach())
+        self._last_step = step
+        self._samples += samples
+
+    def gather_losses(self) -> None:
+        """Average the losses since the last call over the ranks and record them; every rank calls this."""
+        if not self._losses:
+            return
+        losses = torch.stack(self._losses).double().cpu()
+        self._losses.clear()
+        dist.all_reduce(losses)
+        for step, value in enumerate((losses / self.world.size).tolist(), self._last_step - len(losses) + 1):
+            self.scalars(step, {"loss/train": value})
+        self._write_lines()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values of a step, by the names under which TensorBoard and curves.png show them."""
+        if self.world.is_main:
+            self._scalars.append((step, dict(values)))
+            self._unwritten.append((step, dict(values)))
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Count the seconds of the body as evaluation."""
+        started = time.perf_counter()
+        yield
+        self.seconds["eval"] += time.perf_counter() - started
+
+    def epoch(self, number: int, epochs: int, step: int, loss: float, metrics: Mapping[str, float | None]) -> None:
+        """Log and record the evaluation after an epoch."""
+        known = {name: value for name, value in metrics.items() if value is not None}
+        shown = {"test loss": loss, **known}
+        self.log(f"epoch {number}/{epochs}: " + ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
+        self.scalars(step, {"loss/test": loss} | {f"test/{name}": value for name, value in known.items()})
+        self._write_lines()
+        self._write_events()
+
+    def _write_lines(self) -> None:
+        if self._unwritten:
+            with (self.out / "metrics.jsonl").open("a") as lines:
+                lines.writelines(_line(*point) for point in self._unwritten)
+            self._for_tensorboard += self._unwritten
+            self._unwritten = []
+
+    def _write_events(self) -> None:
+        if not self._for_tensorboard:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # half a second
+
+            self._writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=self._first_step + 1)
+        for step, values in self._for_tensorboard:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+        self._for_tensorboard = []
+
+    def predictions(self, targets: Tensor, scores: Tensor) -> None:
+        """Write predictions.csv: one row per sample, in dataset order."""
+        if not self.world.is_main:
+            return
+        with (self.out / "predictions.csv").open("w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["index", "label", "prediction"])
+            rows.writerows(zip(range(len(targets)), targets.tolist(), scores.argmax(dim=1).tolist(), strict=True))
+
+    def best(self, model: nn.Module) -> None:
+        """Keep the weights of the best model so far, as safetensors, without DDP's `module.` prefix."""
+        if self.world.is_main:
+            from safetensors.torch import save
+
+            weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+            write_atomically(self.out / "best.safetensors", save(weights))
+
+    def finish(self, **values: Any) -> None:
+        """Write result.json and curves.png, and print the summary, the last line of the run."""
+        world = self.world
+        if not world.is_main:
+            return
+        total = time.time() - world.place.started
+        result = {
+            "example": self.example,
+            "argv": sys.argv,
+            "launcher": world.place.launcher,
+            "world_size": world.size,
+            "nodes": world.nodes,
+            "device": world.device.type,
+            "backend": world.backend,
+            **values,
+            "final_loss": next((v["loss/train"] for _, v in reversed(self._scalars) if "loss/train" in v), None),
+            "samples_per_second": round(self._samples / self.seconds["train"], 1) if self._samples else None,
+            "seconds": {name: round(value, 3) for name, value in {"total": total, **self.seconds}.items()},
+            "versions": {name: importlib.metadata.version(name) for name in ("torch", "numpy", "scikit-learn")}
+            | {"python": sys.version.split()[0]},
+        }
+        write_atomically(self.out / "result.json", (json.dumps(result, indent=2) + "\n").encode())
+        self._draw()
+        metrics = values.get("metrics", {})
+        score = f"accuracy {metrics['accuracy']:.4f}, " if "accuracy" in metrics else ""
+        for name, file in (
+            ("curves", "curves.png"), ("TensorBoard events", "tensorboard"), ("predictions", "predictions.csv"),
+            ("best model", "best.safetensors"),
+        ):  # fmt: skip
+            if (self.out / file).exists():
+                self.log(f"{name + ':':20}{self.out / file}")
+        self.log(
+            f"{self.example}: {score}world size {world.size}, {values['steps']} steps, {total:.1f} s, "
+            f"parameters {values['parameter_hash'][:12]}, result {self.out / 'result.json'}"
+        )
+
+    def _draw(self) -> None:
+        """One panel per group of curves: `loss/train` and `loss/test` share one."""
+        import matplotlib  # a second
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+
+        curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
+        for step, values in self._scalars:
+            for name, value in values.items():
+                group, _, label = name.partition("/")
+                curves.setdefault(group, {}).setdefault(label, []).append((step, value))
+        figure, axes = pyplot.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
+        for axis, (group, lines) in zip(axes[0], curves.items(), strict=True):
+            for label, points in lines.items():
+                axis.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else "")
+            axis.set(title=group, xlabel="step")
+            axis.grid(alpha=0.3)
+            axis.legend()
+        figure.suptitle(f"{self.example}, {self.world.size} rank(s)")
+        figure.tight_layout()
+        figure.savefig(self.out / "curves.png", dpi=110)
+        pyplot.close(figure)
+
+
+def _line(step: int, values: Mapping[str, float]) -> str:
+    return json.dumps({"step": step, **values}) + "\n"

@@ -1,0 +1,1 @@
+"""The examples: each a self-contained program that imports `common` and itself only."""

@@ -1,0 +1,1 @@
+"""Data-parallel training with every distributed step written out."""

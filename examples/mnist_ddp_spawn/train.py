@@ -1,0 +1,227 @@
+"""mnist_ddp_spawn: data-parallel training, with every distributed step written out.
+
+This program starts its processes itself (`mp.start_processes`, the general form of `mp.spawn`), joins them
+(`init_process_group`), cuts the data (`DistributedSampler`) and averages gradients (`DistributedDataParallel`).
+
+    python -m examples.mnist_ddp_spawn.train                                     # a world of one
+    python -m examples.mnist_ddp_spawn.train --nproc 2                           # two processes on this machine
+    python -m examples.mnist_ddp_spawn.train --nproc 2 --dataset mnist           # MNIST, downloaded once
+    python -m examples.mnist_ddp_spawn.train --multiprocessing-distributed       # one process per GPU
+    torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn.train                # started by torchrun
+    python -m examples.mnist_ddp_spawn.train --nproc 1 --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
+    python -m examples.mnist_ddp_spawn.train --nproc 1 --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
+"""
+
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from common.errors import Stopped
+from common.flags import at_least, begin
+from common.launcher import Launch, Place
+from common.precision import Precision
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of this program."""
+
+    dataset: str = "digits"
+    """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
+    data_dir: Path = Path("data")
+    """Where the files of mnist and fashion-mnist are, or are downloaded to."""
+    epochs: Annotated[int | None, arg(metavar="N")] = None
+    """Passes over the training set (default: 20 for digits, else 1)."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
+    """GLOBAL batch size in samples, divided by the world size."""
+    lr: float = 0.3
+    """Highest learning rate of the one-cycle schedule."""
+    momentum: float = 0.9
+    """Momentum of SGD (Nesterov's)."""
+    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 2e-3
+    """L2 penalty."""
+    label_smoothing: float = 0.1
+    """Share of the target that is spread over all classes."""
+    seed: int = 0
+    """Seed of parameters and sample order."""
+    deterministic: bool = False
+    """Repeatable CUDA kernels, which are slower (on the CPU a run is repeatable anyway)."""
+    workers: Annotated[int, arg(aliases=["-j"], metavar="N")] = 0
+    """Loader processes per rank; 0 is fastest here, since the data lie in memory as tensors."""
+    find_unused_parameters: bool = False
+    """Let DDP search for parameters that a forward did not use."""
+    out: Path = Path("runs/mnist_ddp_spawn")
+    """Folder for everything that the run writes."""
+    resume: str = "no"
+    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
+    checkpoint_every: Annotated[int, arg(metavar="STEPS")] = 200
+    """Optimizer steps between checkpoints (there is one after every epoch, too)."""
+    launch: OmitArgPrefixes[Launch] = Launch()
+    numbers: OmitArgPrefixes[Precision] = Precision()
+
+    def __post_init__(self) -> None:
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size, checkpoint_every=self.checkpoint_every)
+        at_least(0, workers=self.workers, lr=self.lr, seed=self.seed)
+
+
+if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, workers start meanwhile
+    args, place = begin(Args, __doc__)
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from common import checkpoint
+from common.data import eval_loader, image_data, local_batch
+from common.distributed import Stop, World, meet, settle, supervise, taking_part
+from common.metrics import evaluate
+from common.models import DigitNet
+from common.proof import prove_replicas_agree, prove_seen_once
+from common.report import Report
+from common.seed import seed_everything, seed_loader_worker
+
+
+def main(args: Args, place: Place) -> int:
+    """Start the processes of this node, unless a launcher has done so, and return the exit code."""
+    with meet(place) as here:
+        if not here.spawns:
+            main_worker(here.local_rank, here, args)
+            return 0
+        workers = mp.start_processes(main_worker, (here, args), here.local_size, join=False, start_method="forkserver")
+        return supervise(workers)
+
+
+def main_worker(local_rank: int, place: Place, args: Args) -> None:
+    """One process of the job: `mp` passes its index as the first argument, then ours."""
+    with taking_part(place, local_rank) as world:  # rank = node * processes per node + local rank
+        dist.init_process_group(
+            world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
+        )
+        train(args, world)
+
+
+def train(args: Args, world: World) -> None:
+    """Train and evaluate; every rank runs this with its own share of the data."""
+    epochs = args.epochs or (20 if args.dataset == "digits" else 1)
+    batch = local_batch(args.batch_size, world)
+    numerics = args.numbers.on(world.device)
+    seed_everything(args.seed, world.rank, args.deterministic)
+    with Report("mnist_ddp_spawn", args.out, world) as report:
+        data = image_data(args.dataset, args.data_dir, world)
+        samples = len(data.train)
+        report.introduce(f"{data.name} ({samples} train, {len(data.test)} test)", numerics, args.batch_size)
+
+        # Rank r gets positions r, r + W, r + 2W, ... of one permutation of the training set (see sampler.py).
+        sampler = DistributedSampler(data.train, world.size, world.rank, shuffle=True, seed=args.seed)
+        loader = DataLoader(
+            data.train,
+            batch,
+            sampler=sampler,
+            num_workers=args.workers,
+            collate_fn=data.normalise,
+            worker_init_fn=seed_loader_worker,
+            pin_memory=world.device.type == "cuda",
+            generator=torch.Generator(),  # else every epoch draws from the global generator, and resuming is not exact
+        )
+        model = numerics.prepare(DigitNet(data.size, data.classes))
+        ddp = DistributedDataParallel(
+            numerics.compiled(model),
+            device_ids=[world.device] if world.device.type == "cuda" else None,
+            find_unused_parameters=args.find_unused_parameters,
+            gradient_as_bucket_view=True,  # saves a copy of the gradients
+        )
+        optimizer = SGD(ddp.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=True)
+        schedule = OneCycleLR(optimizer, args.lr, epochs * len(loader), pct_start=0.25, cycle_momentum=False)
+        progress: dict[str, Any] = {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
+
+        folder = args.out / "checkpoints"
+        same = ("dataset", "batch_size", "lr", "momentum", "weight_decay", "label_smoothing", "seed")
+        config = {name: getattr(args, name) for name in same} | {"epochs": epochs, "precision": numerics.name}
+        start = checkpoint.load(folder, args.resume, config, world)
+        if start:
+            model.load_state_dict(start.state["model"])
+            optimizer.load_state_dict(start.state["optimizer"])
+            schedule.load_state_dict(start.state["schedule"])
+            progress = start.state["progress"]
+        report.begin(progress["step"], start)
+        with numerics.autocast():
+            settle(ddp, numerics.images(torch.zeros(1, 1, data.size, data.size)))
+
+        def save() -> None:
+            state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+            states = {name: part.state_dict() for name, part in state.items()} | {"progress": progress}
+            checkpoint.save(folder, progress["step"], states, config, world)
+
+        with Stop() as stop:
+            for epoch in range(progress["epoch"], epochs):
+                sampler.set_epoch(epoch)  # a new permutation; without it every epoch has the same order
+                mine = len(range(world.rank, samples, world.size))  # samples of this rank, without padding
+                seen = torch.zeros(samples, dtype=torch.int32)
+                seen[list(islice(sampler, min(mine, progress["batch"] * batch)))] = 1  # before the interruption
+                rest = islice(loader, progress["batch"], None)
+                for images, labels, indices in report.steps(rest, f"epoch {epoch + 1}", len(loader), progress["batch"]):
+                    # The last batch may be smaller, and DistributedSampler pads it with repeated samples so that all
+                    # ranks get as many. This rank's share is without the padding, which is last.
+                    total = min(args.batch_size, samples - progress["batch"] * args.batch_size)
+                    share = len(range(world.rank, total, world.size))
+                    with numerics.autocast():
+                        logits = ddp(numerics.images(images))[:share]  # [share, classes]
+                    targets = labels[:share].to(world.device, non_blocking=True)
+                    # DDP averages the gradients of the ranks: W/total of the sum is the mean over the global batch.
+                    loss = F.cross_entropy(
+                        logits.float(), targets, reduction="sum", label_smoothing=args.label_smoothing
+                    ) * (world.size / total)
+                    optimizer.zero_grad()
+                    loss.backward()  # DDP averages each bucket of gradients while the rest is still being computed
+                    optimizer.step()
+                    schedule.step()
+                    seen[indices[:share]] += 1
+                    progress["batch"] += 1
+                    progress["step"] += 1
+                    report.loss(progress["step"], loss, total)
+                    signum = stop.agreed()
+                    if signum or progress["step"] % args.checkpoint_every == 0:
+                        report.gather_losses()
+                        save()
+                    if signum:
+                        raise Stopped(signum, f"checkpoint at step {progress['step']}; go on with --resume auto")
+
+                report.gather_losses()
+                prove_seen_once(seen)
+                with report.evaluating():
+                    test, total = eval_loader(data, world), len(data.test)
+                    metrics, targets, scores = evaluate(model, test, numerics, world, data.classes, total)
+                loss_on_test = F.nll_loss(scores.log(), targets).item()
+                report.predictions(targets, scores)
+                progress |= {"epoch": epoch + 1, "batch": 0, "metrics": metrics}
+                if metrics["accuracy"] > progress["best"]:
+                    progress["best"] = metrics["accuracy"]
+                    report.best(model)
+                report.epoch(epoch + 1, epochs, progress["step"], loss_on_test, metrics)
+                save()
+
+        report.finish(
+            dataset=data.name,
+            train_samples=samples,
+            eval_samples=len(data.test),
+            epochs=epochs,
+            steps=progress["step"],
+            global_batch=args.batch_size,
+            precision=numerics.name,
+            metrics=progress["metrics"] | {"best_accuracy": progress["best"]},
+            parameter_hash=prove_replicas_agree(model, world),
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(args, place))
