@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,16 @@ from common.errors import UserError
 from common.seed import random_state, restore_random_state
 
 NAME = re.compile(r"step-(\d{8,})-([0-9a-f]{16})\.pt")
-Resume = Literal["auto", "no"] | Path
+
+
+class Stateful(Protocol):
+    """What a checkpoint holds the state of: models, optimizers, schedules."""
+
+    def state_dict(self) -> Any:
+        """The state, as tensors and plain values."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Set the state."""
 
 
 @dataclass(frozen=True)
@@ -35,35 +44,92 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
 
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The plain values that the program keeps about its progress."""
+        return dict(self.state["progress"])
 
-def save(
-    folder: Path, step: int, state: Mapping[str, Any], config: Mapping[str, Any], world: World, keep: int = 2
-) -> None:
-    """Write a checkpoint; every rank calls this, the main rank writes.
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run.
 
     Args:
-        folder: where checkpoints lie.
-        step: optimizer steps done so far.
-        state: what training needs to go on: `state_dict`s and plain values. The random states of all ranks are added.
+        folder: where they lie.
+        parts: what they hold the state of, by name. The random states of all ranks are added.
         config: the settings that must be the same when the run is resumed.
         world: this process's world.
-        keep: how many checkpoints stay.
-
-    Raises:
-        UserError: the disk is full or the folder cannot be written. The previous checkpoints stay.
+        keep: how many stay.
     """
-    random: list[Any] = [None] * world.size
-    dist.all_gather_object(random, random_state())
-    if not world.is_main:
-        return
-    buffer = io.BytesIO()
-    complete = {**state, "step": step, "config": dict(config), "world_size": world.size, "random": random}
-    torch.save(complete, buffer)
-    content = buffer.getvalue()
-    name = f"step-{step:08d}-{hashlib.sha256(content).hexdigest()[:16]}.pt"
-    write_atomically(folder / name, content)
-    for path in _files(folder)[keep:]:
-        path.unlink(missing_ok=True)
+
+    folder: Path
+    parts: Mapping[str, Stateful]
+    config: Mapping[str, Any]
+    world: World
+    keep: int = 2
+
+    def save(self, progress: Mapping[str, Any]) -> None:
+        """Write a checkpoint; every rank calls this, the main rank writes.
+
+        Args:
+            progress: plain values; `step` counts the optimizer steps done so far.
+
+        Raises:
+            UserError: the disk is full or the folder cannot be written. The previous checkpoints stay.
+        """
+        random: list[Any] = [None] * self.world.size
+        dist.all_gather_object(random, random_state())
+        if not self.world.is_main:
+            return
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        common = {"progress": dict(progress), "config": dict(self.config), "world_size": self.world.size}
+        buffer = io.BytesIO()
+        torch.save(state | common | {"random": random}, buffer)
+        content = buffer.getvalue()
+        name = f"step-{progress['step']:08d}-{hashlib.sha256(content).hexdigest()[:16]}.pt"
+        write_atomically(self.folder / name, content)
+        for path in _files(self.folder)[self.keep :]:
+            path.unlink(missing_ok=True)
+
+    def load(self, resume: str) -> Checkpoint | None:
+        """Find the checkpoint from which all ranks resume together, and set the parts and random states from it.
+
+        Args:
+            resume: `auto` for the newest valid one of the folder, `no` to start afresh, or a path. Workers that
+                torchrun restarted go on in any case.
+
+        Returns:
+            The checkpoint, or None to start from the beginning.
+
+        Raises:
+            UserError: damaged, made with other settings, or not the same on all ranks.
+        """
+        world, config = self.world, self.config
+        if resume == "no" and world.place.attempt == 0:
+            _start_afresh(self.folder, world)
+            return None
+        found = latest(self.folder, world) if resume in ("auto", "no") else read(Path(resume))
+        agree(world, found.step if found else 0, "the step to resume from")
+        if found is None:
+            return None
+        for name in sorted(config.keys() | found.state["config"].keys()):
+            before, now = found.state["config"].get(name), config.get(name)
+            if before != now:
+                raise UserError(
+                    f"checkpoint {found.path} was made with {name} = {before}, this run has {now}: "
+                    f"give the same flags, or start afresh with another --out"
+                )
+        for name, part in self.parts.items():
+            part.load_state_dict(found.state[name])
+        made_by = found.state["world_size"]
+        if made_by == world.size:
+            restore_random_state(found.state["random"][world.rank])
+        elif world.is_main:
+            _warn(
+                f"the checkpoint was made by {made_by} ranks, this run has {world.size}: the same samples follow in "
+                f"the same order, but sums are rounded differently and random numbers start anew"
+            )
+        return found
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -120,50 +186,8 @@ def latest(folder: Path, world: World) -> Checkpoint | None:
             return read(path)
         except UserError as error:
             if world.is_main:
-                print(f"warning: {error}; trying the one before it", file=sys.stderr, flush=True)
+                _warn(f"{error}; trying the one before it")
     return None
-
-
-def load(folder: Path, resume: str, config: Mapping[str, Any], world: World) -> Checkpoint | None:
-    """Find the checkpoint from which all ranks resume together, and restore this rank's random state from it.
-
-    Args:
-        folder: where checkpoints lie.
-        resume: `auto` for the newest valid one of the folder, `no` to start afresh, or a path.
-        config: this run's settings; they must equal those of the checkpoint.
-        world: this process's world.
-
-    Returns:
-        The checkpoint, or None to start from the beginning.
-
-    Raises:
-        UserError: damaged, made with other settings, or not the same on all ranks.
-    """
-    if resume == "no" and world.place.attempt == 0:
-        _start_afresh(folder, world)
-        return None
-    automatic = resume in ("auto", "no")  # workers that torchrun restarted go on, whatever the flag says
-    found = latest(folder, world) if automatic else read(Path(resume))
-    agree(world, found.step if found else 0, "the step to resume from")
-    if found is None:
-        return None
-    for name in sorted(config.keys() | found.state["config"].keys()):
-        before, now = found.state["config"].get(name), config.get(name)
-        if before != now:
-            raise UserError(
-                f"checkpoint {found.path} was made with {name} = {before}, this run has {now}: "
-                f"give the same flags, or start afresh with another --out"
-            )
-    if found.state["world_size"] == world.size:
-        restore_random_state(found.state["random"][world.rank])
-    elif world.is_main:
-        print(
-            f"warning: the checkpoint was made by {found.state['world_size']} ranks, this run has {world.size}: the same "
-            f"samples follow in the same order, but sums are rounded differently and random numbers start anew",
-            file=sys.stderr,
-            flush=True,
-        )
-    return found
 
 
 def _start_afresh(folder: Path, world: World) -> None:
@@ -183,3 +207,7 @@ def _start_afresh(folder: Path, world: World) -> None:
 def _files(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first."""
     return sorted((path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)), reverse=True)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)

@@ -58,6 +58,11 @@ class ImageData:
     """Standard deviation of the pixels, scaled to 0..1."""
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What result.json says about the data."""
+        return {"dataset": self.name, "train_samples": len(self.train), "eval_samples": len(self.test)}
+
+    @property
     def size(self) -> int:
         """Height and width of the images, in pixels."""
         return int(self.train.pixels.shape[-1])
@@ -224,6 +229,11 @@ def eval_loader(data: ImageData, world: World, batch_size: int = 1000) -> "DataL
     """The test set in exact shards. `batch_size` is per rank: it changes the speed, not the result."""
     shard = Shard(len(data.test), world.rank, world.size)
     return DataLoader(data.test, batch_size, sampler=shard, collate_fn=data.normalise)
+
+
+def dealt(total: int, world: World) -> int:
+    """How many of `total` samples this rank gets when they are dealt like cards: rank 0, 1, 2, ..., 0, 1, ..."""
+    return len(range(world.rank, total, world.size))
 
 
 def local_batch(batch_size: int, world: World) -> int:

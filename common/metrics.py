@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sized
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,6 @@ def evaluate(
     numerics: Numerics,
     world: World,
     classes: int,
-    total: int,
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """Classify the whole set, each sample once, and compute the metrics on all of it.
 
@@ -53,7 +53,6 @@ def evaluate(
         numerics: device and precision.
         world: this process's world.
         classes: number of classes.
-        total: samples in the whole set.
 
     Returns:
         The metrics (accuracy; macro-averaged precision, recall, F1 and one-vs-rest AUC), and per sample, in dataset
@@ -67,6 +66,7 @@ def evaluate(
         probabilities.append(F.softmax(logits.float(), dim=1).cpu())
         labels.append(targets)
     model.train()
+    total = len(cast("Sized", loader.dataset))
     scores = ordered_predictions(torch.cat(probabilities), total, world)
     targets = ordered_predictions(torch.cat(labels), total, world)
     shared: list[Any] = [classification_metrics(scores, targets) if world.is_main else None]

@@ -24,6 +24,8 @@ class Precision:
     """Memory layout NHWC for images, faster for convolutions in bf16; auto follows the precision."""
     compile: bool = False
     """Compile the model with torch.compile (pays on GPUs after a minute; rarely on a CPU)."""
+    deterministic: bool = False
+    """Repeatable CUDA kernels, which are slower (on the CPU a run is repeatable anyway)."""
 
     def on(self, device: torch.device) -> Numerics:
         """Decide for a device.
@@ -38,7 +40,7 @@ class Precision:
             raise UserError("--precision bf16: this GPU does not compute bfloat16; use --precision fp32")
         bf16 = self.precision == "bf16" or (self.precision == "auto" and native)
         channels_last = bf16 if self.channels_last == "auto" else self.channels_last == "yes"
-        return Numerics(device, "bf16" if bf16 else "fp32", channels_last, self.compile)
+        return Numerics(device, "bf16" if bf16 else "fp32", channels_last, self.compile, self.deterministic)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Numerics:
     name: Literal["fp32", "bf16"]
     channels_last: bool
     compile: bool
+    deterministic: bool
 
     def autocast(self) -> torch.autocast:
         """A context in which matrix products and convolutions run in the chosen precision."""

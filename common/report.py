@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -28,6 +30,7 @@ from common.distributed import World
 from common.errors import UserError
 from common.precision import Numerics
 
+tqdm.set_lock(threading.RLock())  # its own is a semaphore of the machine, which outlives a killed process
 Item = TypeVar("Item")
 Point = tuple[int, dict[str, float]]
 
@@ -99,10 +102,12 @@ class Report:
             self.warn("no CUDA device was found: training on the CPU, which is slower")
         for warning in world.place.warnings:
             self.warn(warning)
+        if numerics.deterministic and world.device.type == "cuda":
+            self.warn("--deterministic makes CUDA kernels repeatable, and the run considerably slower")
         self.log(
-            f"{self.example}: {data}, {count}{device} ({torch.get_num_threads()} threads) on {world.nodes} node(s), "
+            f"{self.example}: {data}, {count}{device} ({torch.get_num_threads()} thread(s) each) on {world.nodes} node(s), "
             f"backend {world.backend}, {numerics.name}{', channels last' if numerics.channels_last else ''}, "
-            f"batch {batch_size} = {world.size} ranks x {batch_size // world.size}, launcher {world.place.launcher}"
+            f"batch {batch_size} = {world.size} rank{'s' * (world.size > 1)} x {batch_size // world.size}, launcher {world.place.launcher}"
         )
 
     def begin(self, step: int, start: Checkpoint | None) -> None:
@@ -165,14 +170,32 @@ class Report:
         yield
         self.seconds["eval"] += time.perf_counter() - started
 
-    def epoch(self, number: int, epochs: int, step: int, loss: float, metrics: Mapping[str, float | None]) -> None:
-        """Log and record the evaluation after an epoch."""
+    def epoch(
+        self, number: int, epochs: int, step: int, metrics: Mapping[str, float | None], targets: Tensor, scores: Tensor
+    ) -> None:
+        """Log and record the evaluation after an epoch, and write predictions.csv in dataset order.
+
+        Args:
+            number: the epoch, from 1.
+            epochs: epochs of the run.
+            step: optimizer steps so far.
+            metrics: as `metrics.evaluate` returns them.
+            targets: labels of the whole set, [N].
+            scores: probabilities, [N, classes].
+        """
+        if not self.world.is_main:
+            return
+        loss = F.nll_loss(scores.log(), targets).item()
         known = {name: value for name, value in metrics.items() if value is not None}
         shown = {"test loss": loss, **known}
         self.log(f"epoch {number}/{epochs}: " + ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
         self.scalars(step, {"loss/test": loss} | {f"test/{name}": value for name, value in known.items()})
         self._write_lines()
         self._write_events()
+        with (self.out / "predictions.csv").open("w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["index", "label", "prediction"])
+            rows.writerows(zip(range(len(targets)), targets.tolist(), scores.argmax(dim=1).tolist(), strict=True))
 
     def _write_lines(self) -> None:
         if self._unwritten:
@@ -193,15 +216,6 @@ class Report:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
         self._for_tensorboard = []
-
-    def predictions(self, targets: Tensor, scores: Tensor) -> None:
-        """Write predictions.csv: one row per sample, in dataset order."""
-        if not self.world.is_main:
-            return
-        with (self.out / "predictions.csv").open("w", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["index", "label", "prediction"])
-            rows.writerows(zip(range(len(targets)), targets.tolist(), scores.argmax(dim=1).tolist(), strict=True))
 
     def best(self, model: nn.Module) -> None:
         """Keep the weights of the best model so far, as safetensors, without DDP's `module.` prefix."""

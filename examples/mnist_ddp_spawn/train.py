@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
@@ -48,8 +48,6 @@ class Args:
     """Share of the target that is spread over all classes."""
     seed: int = 0
     """Seed of parameters and sample order."""
-    deterministic: bool = False
-    """Repeatable CUDA kernels, which are slower (on the CPU a run is repeatable anyway)."""
     workers: Annotated[int, arg(aliases=["-j"], metavar="N")] = 0
     """Loader processes per rank; 0 is fastest here, since the data lie in memory as tensors."""
     find_unused_parameters: bool = False
@@ -74,15 +72,15 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
+from torch.nn import CrossEntropyLoss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from common import checkpoint
-from common.data import eval_loader, image_data, local_batch
+from common.checkpoint import Checkpoints
+from common.data import dealt, eval_loader, image_data, local_batch
 from common.distributed import Stop, World, meet, settle, supervise, taking_part
 from common.metrics import evaluate
 from common.models import DigitNet
@@ -115,7 +113,7 @@ def train(args: Args, world: World) -> None:
     epochs = args.epochs or (20 if args.dataset == "digits" else 1)
     batch = local_batch(args.batch_size, world)
     numerics = args.numbers.on(world.device)
-    seed_everything(args.seed, world.rank, args.deterministic)
+    seed_everything(args.seed, world.rank, args.numbers.deterministic)
     with Report("mnist_ddp_spawn", args.out, world) as report:
         data = image_data(args.dataset, args.data_dir, world)
         samples = len(data.train)
@@ -133,6 +131,7 @@ def train(args: Args, world: World) -> None:
             pin_memory=world.device.type == "cuda",
             generator=torch.Generator(),  # else every epoch draws from the global generator, and resuming is not exact
         )
+        test_loader = eval_loader(data, world)
         model = numerics.prepare(DigitNet(data.size, data.classes))
         ddp = DistributedDataParallel(
             numerics.compiled(model),
@@ -140,47 +139,36 @@ def train(args: Args, world: World) -> None:
             find_unused_parameters=args.find_unused_parameters,
             gradient_as_bucket_view=True,  # saves a copy of the gradients
         )
+        criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.label_smoothing)
         optimizer = SGD(ddp.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=True)
         schedule = OneCycleLR(optimizer, args.lr, epochs * len(loader), pct_start=0.25, cycle_momentum=False)
-        progress: dict[str, Any] = {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
-
-        folder = args.out / "checkpoints"
         same = ("dataset", "batch_size", "lr", "momentum", "weight_decay", "label_smoothing", "seed")
         config = {name: getattr(args, name) for name in same} | {"epochs": epochs, "precision": numerics.name}
-        start = checkpoint.load(folder, args.resume, config, world)
-        if start:
-            model.load_state_dict(start.state["model"])
-            optimizer.load_state_dict(start.state["optimizer"])
-            schedule.load_state_dict(start.state["schedule"])
-            progress = start.state["progress"]
+        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world)
+        start = checkpoints.load(args.resume)
+        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
         report.begin(progress["step"], start)
         with numerics.autocast():
             settle(ddp, numerics.images(torch.zeros(1, 1, data.size, data.size)))
 
-        def save() -> None:
-            state = {"model": model, "optimizer": optimizer, "schedule": schedule}
-            states = {name: part.state_dict() for name, part in state.items()} | {"progress": progress}
-            checkpoint.save(folder, progress["step"], states, config, world)
-
         with Stop() as stop:
             for epoch in range(progress["epoch"], epochs):
                 sampler.set_epoch(epoch)  # a new permutation; without it every epoch has the same order
-                mine = len(range(world.rank, samples, world.size))  # samples of this rank, without padding
                 seen = torch.zeros(samples, dtype=torch.int32)
-                seen[list(islice(sampler, min(mine, progress["batch"] * batch)))] = 1  # before the interruption
+                before = islice(sampler, min(progress["batch"] * batch, dealt(samples, world)))
+                seen[list(before)] = 1  # by the run that this one resumes
                 rest = islice(loader, progress["batch"], None)
                 for images, labels, indices in report.steps(rest, f"epoch {epoch + 1}", len(loader), progress["batch"]):
                     # The last batch may be smaller, and DistributedSampler pads it with repeated samples so that all
                     # ranks get as many. This rank's share is without the padding, which is last.
                     total = min(args.batch_size, samples - progress["batch"] * args.batch_size)
-                    share = len(range(world.rank, total, world.size))
+                    share = dealt(total, world)
                     with numerics.autocast():
                         logits = ddp(numerics.images(images))[:share]  # [share, classes]
                     targets = labels[:share].to(world.device, non_blocking=True)
                     # DDP averages the gradients of the ranks: W/total of the sum is the mean over the global batch.
-                    loss = F.cross_entropy(
-                        logits.float(), targets, reduction="sum", label_smoothing=args.label_smoothing
-                    ) * (world.size / total)
+                    loss = criterion(logits.float(), targets) * (world.size / total)
                     optimizer.zero_grad()
                     loss.backward()  # DDP averages each bucket of gradients while the rest is still being computed
                     optimizer.step()
@@ -192,28 +180,23 @@ def train(args: Args, world: World) -> None:
                     signum = stop.agreed()
                     if signum or progress["step"] % args.checkpoint_every == 0:
                         report.gather_losses()
-                        save()
+                        checkpoints.save(progress)
                     if signum:
                         raise Stopped(signum, f"checkpoint at step {progress['step']}; go on with --resume auto")
 
                 report.gather_losses()
                 prove_seen_once(seen)
                 with report.evaluating():
-                    test, total = eval_loader(data, world), len(data.test)
-                    metrics, targets, scores = evaluate(model, test, numerics, world, data.classes, total)
-                loss_on_test = F.nll_loss(scores.log(), targets).item()
-                report.predictions(targets, scores)
+                    metrics, targets, scores = evaluate(model, test_loader, numerics, world, data.classes)
                 progress |= {"epoch": epoch + 1, "batch": 0, "metrics": metrics}
                 if metrics["accuracy"] > progress["best"]:
                     progress["best"] = metrics["accuracy"]
                     report.best(model)
-                report.epoch(epoch + 1, epochs, progress["step"], loss_on_test, metrics)
-                save()
+                report.epoch(epoch + 1, epochs, progress["step"], metrics, targets, scores)
+                checkpoints.save(progress)
 
         report.finish(
-            dataset=data.name,
-            train_samples=samples,
-            eval_samples=len(data.test),
+            **data.facts,
             epochs=epochs,
             steps=progress["step"],
             global_batch=args.batch_size,
