@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import io
 import os
+import pickle
 import re
 import sys
 from collections.abc import Mapping
@@ -175,7 +176,10 @@ def read(path: Path) -> Checkpoint:
         raise UserError(f"checkpoint {path} cannot be read ({error.strerror})") from None
     if hashlib.sha256(content).hexdigest()[:16] != match[2]:
         raise UserError(f"checkpoint {path} is damaged (truncated or altered): its content does not match its name")
-    state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError):
+        raise UserError(f"{path} is no checkpoint of this program: it holds something else than tensors") from None
     return Checkpoint(path, int(match[1]), state)
 
 
@@ -206,7 +210,8 @@ def _start_afresh(folder: Path, world: World) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first."""
-    return sorted((path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)), reverse=True)
+    found = {path: match for path in folder.glob("step-*.pt") if (match := NAME.fullmatch(path.name))}
+    return sorted(found, key=lambda path: int(found[path][1]), reverse=True)
 
 
 def _warn(line: str) -> None:

@@ -189,7 +189,7 @@ def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
         raise UserError(
             f"{path} is damaged: it announces {math.prod(shape)} bytes and holds {len(data) - header}; get it again"
         )
-    return path, torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header).reshape(shape)
+    return path, torch.from_numpy(np.frombuffer(bytearray(data), np.uint8, offset=header).reshape(shape))
 
 
 def _find(directory: Path, name: str) -> Path | None:

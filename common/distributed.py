@@ -245,18 +245,31 @@ def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
     hosts = place.rank == 0 and not place.store_hosted
     if hosts:
         descriptor = _listen(place).detach()
-    try:
-        host = "127.0.0.1" if place.host in LOOPBACK else place.host
-        store: dist.Store = dist.TCPStore(
-            host, place.port, is_master=hosts, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise UserError(
-            f"rank {place.rank} cannot reach {place.host}:{place.port} within {timeout.total_seconds():g} s: "
-            f"start node 0 first or together, and check the address and the firewall ({str(error).splitlines()[0]})"
-        ) from None
+    host = "127.0.0.1" if place.host in LOOPBACK else place.host
+    if not hosts:
+        _await_host(host, place.port, timeout.total_seconds())
+    store = dist.TCPStore(
+        host, place.port, is_master=hosts, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+    )
     # torchrun keeps one store for all its restarts: without a prefix, restarted ranks read addresses of the dead.
     return dist.PrefixStore(f"attempt-{place.attempt}", store)
+
+
+def _await_host(host: str, port: int, seconds: float) -> None:
+    """Wait until the store's host answers: it may start later, and so may its name in the DNS."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise UserError(
+                f"the first node, {host}:{port}, cannot be reached within {seconds:g} s ({error}): start it, and check "
+                f"its name, the port and the firewall"
+            ) from None
+        return
 
 
 def _await_all(store: dist.Store, place: Place, seconds: float) -> None:
@@ -339,8 +352,8 @@ def _stop_now(signum: int, _: FrameType | None) -> None:
 
 def _speaks_first(world: World | None, place: Place) -> bool:
     """Whether no other rank has reported its end yet: the first one's reason is the cause of the others'."""
-    if world is None:
-        return place.rank == 0
+    if world is None:  # the store has not been reached: each node speaks for itself
+        return place.local_rank == 0
     try:
         return bool(world.store.compare_set("end reported", "", str(place.rank)) == str(place.rank).encode())
     except (dist.DistError, RuntimeError):  # the host of the store is gone: better twice than not at all

@@ -88,8 +88,7 @@ def classification_metrics(scores: Tensor, targets: Tensor) -> dict[str, float |
     auc = None
     if len(targets.unique()) == scores.shape[1] > 1:
         binary = scores.shape[1] == 2
-        ranked = scores.double()
-        ranked = ranked[:, 1] if binary else ranked / ranked.sum(dim=1, keepdim=True)
+        ranked = scores[:, 1] if binary else scores
         auc = round(float(metrics.roc_auc_score(targets, ranked, multi_class="raise" if binary else "ovr")), 6)
     return {
         "accuracy": round(float((predicted == targets).double().mean()), 6),

@@ -96,7 +96,6 @@ class Report:
     def introduce(self, data: str, numerics: Numerics, batch_size: int) -> None:
         """Say in one line what the run uses."""
         world = self.world
-        count = f"{world.size} x " if world.size > 1 else ""
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
         if world.device.type == "cpu" and world.place.flags.device == "auto":
             self.warn("no CUDA device was found: training on the CPU, which is slower")
@@ -104,10 +103,12 @@ class Report:
             self.warn(warning)
         if numerics.deterministic and world.device.type == "cuda":
             self.warn("--deterministic makes CUDA kernels repeatable, and the run considerably slower")
+        plural = "s" if world.size > 1 else ""
         self.log(
-            f"{self.example}: {data}, {count}{device} ({torch.get_num_threads()} thread(s) each) on {world.nodes} node(s), "
-            f"backend {world.backend}, {numerics.name}{', channels last' if numerics.channels_last else ''}, "
-            f"batch {batch_size} = {world.size} rank{'s' * (world.size > 1)} x {batch_size // world.size}, launcher {world.place.launcher}"
+            f"{self.example}: {data}, {world.size} x {device} with {torch.get_num_threads()} thread(s), "
+            f"{world.nodes} node(s), launcher {world.place.launcher}, backend {world.backend}, "
+            f"{numerics.name}{', channels last' if numerics.channels_last else ''}, "
+            f"batch {batch_size} = {world.size} rank{plural} x {batch_size // world.size}"
         )
 
     def begin(self, step: int, start: Checkpoint | None) -> None:

@@ -32,8 +32,7 @@ if __name__ == "__main__":  # before the heavy imports
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import TensorDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
 from common.data import Shard
 from common.distributed import World, launch, say, taking_part

@@ -74,10 +74,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn import CrossEntropyLoss
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
+from torch.optim import SGD, lr_scheduler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from common.checkpoint import Checkpoints
 from common.data import dealt, eval_loader, image_data, local_batch
@@ -141,7 +139,7 @@ def train(args: Args, world: World) -> None:
         )
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.label_smoothing)
         optimizer = SGD(ddp.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=True)
-        schedule = OneCycleLR(optimizer, args.lr, epochs * len(loader), pct_start=0.25, cycle_momentum=False)
+        schedule = lr_scheduler.OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
         same = ("dataset", "batch_size", "lr", "momentum", "weight_decay", "label_smoothing", "seed")
         config = {name: getattr(args, name) for name in same} | {"epochs": epochs, "precision": numerics.name}
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule}

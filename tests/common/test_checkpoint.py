@@ -1,0 +1,185 @@
+"""Checkpoints under damage, interruption and attack."""
+
+import hashlib
+import os
+import pickle
+import random
+import resource
+import signal
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.checkpoint import Checkpoints, latest, read, write_atomically
+from common.distributed import World, connect
+from common.errors import UserError
+from common.launcher import Launch, resolve
+from tests.conftest import Programs
+
+
+@pytest.fixture(scope="module")
+def world() -> Generator[World]:
+    """A world of one, in this process."""
+    alone = connect(resolve(Launch(device="cpu"), {}, lambda: 0))
+    dist.init_process_group("gloo", store=alone.store, rank=0, world_size=1)
+    yield alone
+    dist.destroy_process_group()
+
+
+def some(folder: Path, world: World, config: dict[str, object] | None = None) -> Checkpoints:
+    model = torch.nn.Linear(4, 3)
+    return Checkpoints(folder / "checkpoints", {"model": model}, config or {"lr": 0.1}, world)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_returns_what_was_saved(tmp_path: Path, world: World) -> None:
+    saved = some(tmp_path, world)
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    saved.save({"step": 120, "note": "x"})
+    drawn = random.random(), np.random.rand(), torch.rand(1).item(), np.random.randn()
+    loaded = some(tmp_path, world)
+    found = loaded.load("auto")
+    assert found is not None
+    assert (found.step, found.progress) == (120, {"step": 120, "note": "x"})
+    assert (random.random(), np.random.rand(), torch.rand(1).item(), np.random.randn()) == drawn
+    assert torch.equal(loaded.parts["model"].state_dict()["weight"], saved.parts["model"].state_dict()["weight"])
+    by_path = some(tmp_path, world).load(str(found.path))
+    assert by_path is not None
+    assert by_path.step == 120
+
+
+def test_the_last_two_stay_and_order_is_by_number(tmp_path: Path, world: World) -> None:
+    saved = some(tmp_path, world)
+    for step in (9, 10, 99_999_999, 100_000_000):
+        saved.save({"step": step})
+    assert [name.split("-")[1] for name in files(tmp_path)] == ["100000000", "99999999"]
+    found = latest(saved.folder, world)
+    assert found is not None
+    assert found.step == 100_000_000
+
+
+def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = some(tmp_path, world)
+    saved.save({"step": 1})
+    saved.save({"step": 2})
+    newest = next(saved.folder.glob("step-00000002-*"))
+    content = newest.read_bytes()
+    choose = random.Random(0)
+    for number in range(150):
+        position = choose.randrange(len(content))
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << choose.randrange(8)
+        newest.write_bytes(bytes(damaged) if number % 3 else content[:position])
+        with pytest.raises(UserError, match="damaged"):
+            read(newest)
+    found = latest(saved.folder, world)
+    assert found is not None
+    assert found.step == 1
+    warned = capsys.readouterr().err
+    assert f"warning: checkpoint {newest} is damaged" in warned
+    assert "trying the one before it" in warned
+
+
+def test_a_renamed_or_foreign_file_is_refused(tmp_path: Path, world: World) -> None:
+    saved = some(tmp_path, world)
+    saved.save({"step": 1})
+    path = next(saved.folder.iterdir())
+    other = path.rename(tmp_path / "model.pt")
+    with pytest.raises(UserError, match="is no checkpoint of this program"):
+        saved.load(str(other))
+    with pytest.raises(UserError, match="cannot be read"):
+        saved.load(str(path))
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("payload-was-executed",)
+
+
+def test_no_code_in_a_checkpoint_is_executed(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"progress": Payload()}, "zip.pt")
+    for content in (pickle.dumps(Payload(), 2), Path("zip.pt").read_bytes()):
+        path = Path(f"step-00000001-{hashlib.sha256(content).hexdigest()[:16]}.pt")
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="is no checkpoint of this program"):
+            read(path)
+    assert not Path("payload-was-executed").exists()
+
+
+def test_other_settings_are_named(tmp_path: Path, world: World) -> None:
+    some(tmp_path, world, {"lr": 0.1, "epochs": 3}).save({"step": 1})
+    with pytest.raises(UserError, match=r"was made with epochs = 3, this run has 4"):
+        some(tmp_path, world, {"lr": 0.1, "epochs": 4}).load("auto")
+
+
+def test_starting_afresh_moves_the_old_ones_aside(tmp_path: Path, world: World) -> None:
+    for _ in range(2):
+        saved = some(tmp_path, world)
+        saved.save({"step": 1})
+        (saved.folder / ".step-1.tmp").touch()
+        assert saved.load("no") is None
+        assert not saved.folder.exists()
+    assert len(list((tmp_path / "checkpoints.1").glob("step-*"))) == 1
+    assert len(list((tmp_path / "checkpoints.2").glob("step-*"))) == 1
+    assert some(tmp_path, world).load("auto") is None
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, world: World) -> None:
+    saved = some(tmp_path, world)
+    saved.save({"step": 1})
+    before = files(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # writes beyond fail as on a full disk
+    try:
+        with pytest.raises(UserError, match=r"cannot be written \(File too large\): [\d,]+ bytes needed, [\d,]+ free"):
+            saved.save({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert files(tmp_path) == before
+    read(saved.folder / before[0])
+
+
+SAVE_AND_BE_KILLED = """
+import hashlib, os, random, signal, sys, time
+from pathlib import Path
+from common.checkpoint import write_atomically
+folder, choose, survived = Path(sys.argv[1]), random.Random(0), 0
+for number in range(40):
+    child = os.fork()
+    while child == 0:
+        content = os.urandom(3_000_000)
+        write_atomically(folder / f"step-00000001-{hashlib.sha256(content).hexdigest()[:16]}.pt", content)
+    time.sleep(0.005 + choose.random() / 15)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for path in folder.glob("step-*"):
+        assert path.name[14:30] == hashlib.sha256(path.read_bytes()).hexdigest()[:16], path
+        survived += 1
+        path.unlink()
+print(survived, len(list(folder.glob(".*.tmp"))))
+"""
+
+
+def test_killed_while_saving_no_checkpoint_is_damaged(programs: Programs, tmp_path: Path) -> None:
+    """A process that saves without pause is killed 40 times; what bears a checkpoint's name is whole."""
+    survived, temporary = map(int, programs.run("-c", SAVE_AND_BE_KILLED, tmp_path).stdout.split())
+    assert survived > 20
+    assert temporary > 5, "the kills did not hit a save"
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_atomically(tmp_path / "file" / "below", b"x")

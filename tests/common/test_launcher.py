@@ -1,0 +1,170 @@
+"""The place in the job, for every launcher, as a table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from common.launcher import Launch, Place, first_host, resolve
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "3",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "12345",
+}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "3",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-0.job",
+    "PET_MASTER_PORT": "29500",
+}
+TCP = "tcp://node0:1234"
+
+
+def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
+    return resolve(flags, env, lambda: devices)
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "expected"),
+    [
+        # plain: a world of one
+        ({}, {}, {"launcher": "plain", "size": 1, "rank": 0, "nodes": 1, "spawns": False, "loopback": True}),
+        # spawn on one machine
+        ({"nproc": 1}, {}, {"launcher": "spawn", "size": 1, "spawns": True}),
+        ({"nproc": 4}, {}, {"launcher": "spawn", "size": 4, "local_size": 4, "host": "127.0.0.1", "port": 0}),
+        ({"multiprocessing_distributed": True}, {}, {"launcher": "spawn", "size": 1}),
+        # spawn on several nodes, as in pytorch/examples: --world-size counts nodes
+        (
+            {"nproc": 2, "world_size": 3, "rank": 2, "dist_url": TCP},
+            {},
+            {"size": 6, "rank": 4, "nodes": 3, "node": 2, "host": "node0", "port": 1234, "loopback": False},
+        ),
+        (
+            {"world_size": 2, "rank": 1, "dist_url": "tcp://127.0.0.1:1234"},
+            {},
+            {"launcher": "spawn", "size": 2, "rank": 1, "local_size": 1, "loopback": True},
+        ),
+        ({"world_size": 1, "rank": 0, "dist_url": TCP, "multiprocessing_distributed": True}, {}, {"size": 1, "nodes": 1}),
+        # env:// : nodes from WORLD_SIZE and RANK when the flags are -1
+        (
+            {"dist_url": "env://", "nproc": 2},
+            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "99"},
+            {"size": 4, "rank": 2, "node": 1, "host": "node0", "port": 99},
+        ),
+        (
+            {},
+            {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0"},
+            {"launcher": "spawn", "size": 2, "rank": 1, "local_size": 1, "port": 29500},
+        ),
+        # torchrun
+        (
+            {},
+            TORCHRUN,
+            {"launcher": "torchrun", "size": 8, "rank": 5, "local_rank": 1, "nodes": 2, "node": 1, "local_size": 4}
+            | {"host": "node0", "port": 29400, "store_hosted": True, "attempt": 3, "spawns": False, "warnings": ()},
+        ),
+        # torchrun inside a pod: its variables count, not the PET_* that configured it
+        ({}, TORCHRUN | PET, {"launcher": "torchrun", "size": 8, "rank": 5}),
+        # the rank is read, not computed: nodes may have different numbers of processes
+        ({}, TORCHRUN | {"RANK": "6", "LOCAL_WORLD_SIZE": "3"}, {"rank": 6, "size": 8, "local_size": 3}),
+        # SLURM
+        (
+            {},
+            SLURM,
+            {"launcher": "slurm", "size": 4, "rank": 3, "local_rank": 1, "nodes": 2, "node": 1, "local_size": 2}
+            | {"host": "gpu07", "port": 22345, "store_hosted": False, "spawns": False},
+        ),
+        ({}, SLURM | {"SLURM_NNODES": "1"}, {"host": "127.0.0.1", "loopback": True}),
+        ({}, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}, {"host": "10.0.0.1", "port": 5}),
+        ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1"}, {"local_size": 1}),
+        # a SLURM allocation of one task is no world
+        ({"nproc": 2}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"launcher": "spawn", "size": 2}),
+        # PET_* without torchrun
+        (
+            {},
+            PET,
+            {"launcher": "spawn", "size": 6, "rank": 3, "nodes": 2, "node": 1, "host": "job-0.job", "port": 29500},
+        ),
+        ({}, {"PET_NPROC_PER_NODE": "2"}, {"launcher": "spawn", "size": 2, "nodes": 1, "host": "127.0.0.1"}),
+        ({}, {"PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "cpu"}, {"size": 1}),
+    ],
+)
+def test_places(flags: dict[str, Any], env: dict[str, str], expected: dict[str, Any]) -> None:
+    found = place(Launch(**flags), env)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_one_process_per_device() -> None:
+    assert place(Launch(multiprocessing_distributed=True), {}, devices=8).size == 8
+    flags = Launch(multiprocessing_distributed=True, world_size=2, rank=1, dist_url=TCP)
+    found = place(flags, {}, devices=4)
+    assert (found.size, found.rank) == (8, 4)  # world size = nodes x devices, rank = node x devices + device
+    assert [found.worker(device).rank for device in range(4)] == [4, 5, 6, 7]
+    assert place(Launch(), {"PET_NPROC_PER_NODE": "gpu"}, devices=2).size == 2
+
+
+def test_devices_are_not_counted_without_need() -> None:
+    resolve(Launch(nproc=2), {}, lambda: pytest.fail("counting devices imports torch"))
+
+
+@pytest.mark.parametrize("env", [TORCHRUN, SLURM])
+def test_flags_that_a_launcher_overrules_warn(env: dict[str, str]) -> None:
+    flags = Launch(nproc=2, world_size=3, rank=0, dist_url=TCP, multiprocessing_distributed=True)
+    warned = [line.split()[0] for line in place(flags, env).warnings]
+    assert warned == ["--nproc", "--multiprocessing-distributed", "--world-size", "--rank", "--dist-url"]
+    assert place(Launch(), env).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "words"),
+    [
+        ({"nproc": 0}, {}, "--nproc 0"),
+        ({"world_size": 0}, {}, "--world-size 0"),
+        ({"rank": -2}, {}, "--rank -2"),
+        ({"timeout": 0}, {}, "--timeout 0"),
+        ({"threads": -1}, {}, "--threads -1"),
+        ({"dist_backend": "nccl", "device": "cpu"}, {}, "nccl"),
+        ({"world_size": 2, "rank": 2, "dist_url": TCP}, {}, "0 to 1"),
+        ({"world_size": 2, "dist_url": TCP}, {}, "needs --rank"),
+        ({"world_size": 2, "rank": 0}, {}, "needs --dist-url"),
+        ({"dist_url": "tcp://node0"}, {}, "tcp://HOST:PORT"),
+        ({"dist_url": "tcp://node0:99999"}, {}, "tcp://HOST:PORT"),
+        ({"dist_url": "udp://node0:9"}, {}, "tcp://HOST:PORT"),
+        ({}, TORCHRUN | {"RANK": "x"}, "RANK='x'"),
+        ({}, TORCHRUN | {"RANK": "8"}, "ranks go from 0 to 7"),
+        ({}, SLURM | {"SLURM_JOB_NODELIST": ""}, "MASTER_ADDR"),
+        ({}, {"PET_NNODES": "1:2"}, "elastic"),
+        ({}, {"PET_NPROC_PER_NODE": "many"}, "many"),
+    ],
+)
+def test_contradictions(flags: dict[str, Any], env: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        place(Launch(**flags), env)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("a", "a"), ("a,b", "a"), ("gpu[03-05,9],login", "gpu03"), ("n[1,5]-ib,x", "n1-ib"), ("r1-n[10]", "r1-n10"), ("", "")],
+)
+def test_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host

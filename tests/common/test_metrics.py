@@ -1,0 +1,30 @@
+"""Metrics against definitions written out, and numbers that are not defined."""
+
+import torch
+
+from common.metrics import classification_metrics
+
+
+def test_metrics_by_hand() -> None:
+    targets = torch.tensor([0, 0, 0, 1, 1, 2])
+    scores = torch.tensor(
+        [[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7], [0.2, 0.2, 0.6]]
+    )  # predicted: 0, 0, 1, 1, 2, 2
+    found = classification_metrics(scores, targets)
+    assert found["accuracy"] == round(4 / 6, 6)
+    assert found["precision"] == round((1 + 1 / 2 + 1 / 2) / 3, 6)
+    assert found["recall"] == round((2 / 3 + 1 / 2 + 1) / 3, 6)
+    assert found["f1"] == round((2 * 1 * (2 / 3) / (1 + 2 / 3) + 0.5 + 2 * 0.5 * 1 / 1.5) / 3, 6)
+    # AUC: the share of (positive, negative) pairs in the right order, ties half, for each class against the rest
+    areas = []
+    for label in range(3):
+        positive, negative = scores[targets == label, label], scores[targets != label, label]
+        right = (positive[:, None] > negative).double() + 0.5 * (positive[:, None] == negative).double()
+        areas.append(right.mean().item())
+    assert found["auc"] == round(sum(areas) / 3, 6)
+
+
+def test_two_classes_and_a_class_without_samples() -> None:
+    scores = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7]])
+    assert classification_metrics(scores, torch.tensor([0, 0, 1]))["auc"] == 1.0
+    assert classification_metrics(scores, torch.tensor([1, 1, 1]))["auc"] is None

@@ -1,0 +1,132 @@
+"""Real processes for the tests: started in their own session, watched, and gone when the test ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
+
+
+@dataclass
+class Programs:
+    """Starts programs in the project's folder, and knows what is left of them."""
+
+    cwd: Path = ROOT
+    env: dict[str, str] = field(default_factory=dict)
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def start(self, *words: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.Popen[str]:
+        """Start `python WORDS` in a session of its own, with its output piped."""
+        kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START")
+        clean = {name: os.environ[name] for name in kept if name in os.environ}
+        return subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            cwd=cwd or self.cwd,
+            env=clean | {MARK: self.token, "NO_COLOR": "1"} | self.env | (env or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(
+        self, *words: object, code: int = 0, env: dict[str, str] | None = None, cwd: Path | None = None, limit: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python WORDS` and check its exit code."""
+        return self.finish(self.start(*words, env=env, cwd=cwd), code, limit)
+
+    def finish(self, process: subprocess.Popen[str], code: int = 0, limit: float = 120) -> subprocess.CompletedProcess[str]:
+        """Wait for a program and check its exit code."""
+        try:
+            out, err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            out, err = process.communicate()
+            pytest.fail(f"{process.args} did not end within {limit} s\n{out}\n{err}")
+        assert process.returncode == code, f"{process.args}\nended with {process.returncode}\n{out}\n{err}"
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def left(self) -> dict[int, str]:
+        """Processes started by this test, directly or not, that are still there."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.token}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+        return found
+
+    def gone(self, within: float = 5) -> bool:
+        """Whether nothing is left, after waiting a moment for it."""
+        deadline = time.monotonic() + within
+        while self.left() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return not self.left()
+
+    def kill(self) -> None:
+        """End all that is left."""
+        for pid in self.left():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+@pytest.fixture
+def programs() -> Generator[Programs]:
+    """Starts programs; fails the test if a process is left over."""
+    started = Programs()
+    yield started
+    leftover = {} if started.gone() else started.left()
+    started.kill()
+    assert not leftover
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Generator[Programs]:
+    """The same for fixtures that several tests share."""
+    started = Programs()
+    yield started
+    leftover = {} if started.gone() else started.left()
+    started.kill()
+    assert not leftover
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], object], float, str], None]:
+    """Wait for a condition."""
+
+    def wait(condition: Callable[[], object], limit: float, what: str) -> None:
+        deadline = time.monotonic() + limit
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {limit} s"
+            time.sleep(0.02)
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder with real datasets; without it the tests that need it fail and say so."""
+    folder = Path(os.environ.get("DDP_TEST_DATA", ROOT.parent / "shared" / "data"))
+    assert folder.is_dir(), f"{folder} is missing: set DDP_TEST_DATA to the folder with the real datasets"
+    return folder
