@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from common.distributed import World
+from common.errors import UserError
 from common.precision import Numerics
 
 
@@ -57,6 +58,9 @@ def evaluate(
     Returns:
         The metrics (accuracy; macro-averaged precision, recall, F1 and one-vs-rest AUC), and per sample, in dataset
         order, the labels [total] and the probabilities [total, classes].
+
+    Raises:
+        UserError: the model diverged.
     """
     model.eval()
     probabilities, labels = [torch.empty(0, classes)], [torch.empty(0, dtype=torch.long)]  # a shard may be empty
@@ -69,6 +73,8 @@ def evaluate(
     total = len(cast("Sized", loader.dataset))
     scores = ordered_predictions(torch.cat(probabilities), total, world)
     targets = ordered_predictions(torch.cat(labels), total, world)
+    if not scores.isfinite().all():
+        raise UserError("training diverged: the model's outputs are not finite numbers; lower --lr")
     shared: list[Any] = [classification_metrics(scores, targets) if world.is_main else None]
     dist.broadcast_object_list(shared)
     return shared[0], targets, scores

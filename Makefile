@@ -1,0 +1,37 @@
+# Each target is one command on a bare machine with Python >= 3.11 (with venv) and git.
+PYTHON ?= python3
+BIN := .venv/bin
+OUT := runs/mnist_ddp_spawn
+
+.PHONY: help setup demo test constraints clean
+
+help:
+	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
+	@echo "make test    set up and run all tests (tox)"
+	@echo "make setup   make .venv with everything"
+	@echo "make clean   delete environments and runs"
+
+setup: .venv/.ready
+
+# uv downloads in parallel and hard-links from its cache; PYTHONDONTWRITEBYTECODE would make every start slower.
+.venv/.ready: pyproject.toml constraints.txt
+	@echo "setting up .venv (a minute or two with an empty download cache)"
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version)'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --group dev --editable .
+	@touch $@
+
+demo: setup
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn.train --nproc 2 --out $(OUT)
+
+test: setup
+	@$(BIN)/tox run
+
+# After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
+constraints: setup
+	$(BIN)/uv pip compile --quiet --universal --upgrade --no-emit-index-url --no-annotate --no-header \
+		--python-version 3.11 --group dev pyproject.toml --output-file constraints.txt
+
+clean:
+	rm -rf .venv .tox runs
