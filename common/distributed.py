@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from common.errors import Stopped, UserError
 from common.flags import fail
 from common.launcher import LOOPBACK, Launch, Place
+from common.seed import random_state, restore_random_state
 
 __all__ = [
     "Launch",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 Value = TypeVar("Value")
+STOPPING = (signal.SIGINT, signal.SIGTERM)
 GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
 
 
@@ -89,18 +91,32 @@ def meet(place: Place) -> Generator[Place]:
     Raises:
         SystemExit: code 2, the port of `--dist-url` is in use.
     """
-    if not place.spawns or place.node != 0:
+    if not place.spawns:
         yield place
+        return
+    if place.node != 0:
+        with _signals_wait():
+            yield place
         return
     try:
         listener = _listen(place)
     except UserError as error:
         fail(error)
-    port = listener.getsockname()[1]
-    # The store owns the descriptor from here on.
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    yield replace(place, port=port)
+    port, descriptor = listener.getsockname()[1], listener.detach()  # the store owns the descriptor from here on
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+    with _signals_wait():
+        yield replace(place, port=port)
     del store
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Generator[None]:
+    """Hold signals back until `supervise` can pass them on: workers that are being started must not miss them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
 def _listen(place: Place) -> socket.socket:
@@ -139,17 +155,18 @@ def supervise(context: mp.ProcessContext | None) -> int:
     """
     assert context is not None
     processes = context.processes
-    asked: list[float] = []
-    first_signal: list[int] = []
+    asked: list[float] = []  # when signals came
+    first: list[int] = []  # and which
 
     def forward(signum: int, _: FrameType | None) -> None:
         asked.append(time.monotonic())
-        first_signal.append(signum)
+        first.append(signum)
         for process in processes:
             if process.is_alive():  # the second signal does not wait for a checkpoint
                 os.kill(process.pid, signum if len(asked) == 1 else signal.SIGKILL)
 
-    previous = {signum: signal.signal(signum, forward) for signum in (signal.SIGINT, signal.SIGTERM)}
+    previous = {signum: signal.signal(signum, forward) for signum in STOPPING}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     alive = {process.sentinel: rank for rank, process in enumerate(processes)}
     failed: tuple[int, int] | None = None  # local rank and exit code of the first that failed
     deadline = float("inf")
@@ -174,7 +191,7 @@ def supervise(context: mp.ProcessContext | None) -> int:
         return 0
     local_rank, code = failed
     if code < 0 and asked:
-        return 128 + first_signal[0]
+        return 128 + first[0]
     if code < 0:
         name = signal.Signals(-code).name
         why = " (out of memory?)" if name == "SIGKILL" else ""
@@ -217,10 +234,8 @@ def connect(place: Place) -> World:
     store = _store(place, timeout)
     store.add(f"machine {machine()}", 1)
     _await_all(store, place, flags.timeout)
-    # Two processes with a thread per core each are slower than one thread each, and the number of threads changes
-    # the last bits of a sum: so it depends on who shares the machine, not on the launcher.
     neighbours = store.add(f"machine {machine()}", 0)
-    torch.set_num_threads(flags.threads or max(1, cores() // neighbours))
+    torch.set_num_threads(flags.threads or _chosen_threads(place) or max(1, cores() // neighbours))
     return World(
         rank=place.rank,
         size=place.size,
@@ -288,6 +303,17 @@ def _await_all(store: dist.Store, place: Place, seconds: float) -> None:
         pause = min(0.5, 2 * pause)
 
 
+def _chosen_threads(place: Place) -> int:
+    """The user's OMP_NUM_THREADS, or 0 to share the cores of the machine among the job's processes on it.
+
+    Two processes with a thread per core each are slower than one thread each, and the number of threads changes
+    the last bits of a sum: so it follows from who shares the machine, not from the launcher. torchrun sets
+    OMP_NUM_THREADS=1 by itself; that is no choice of the user's.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return int(text) if text.isdigit() and (place.launcher, text) != ("torchrun", "1") else 0
+
+
 def cores() -> int:
     """The CPU cores that this process may use: its affinity mask, cut to the quota of its container."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -322,8 +348,9 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     """
     place = place.worker(local_rank)
     _end_with_parent()
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in STOPPING:
         signal.signal(signum, _stop_now)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     world: World | None = None
     try:
         world = connect(place)
@@ -347,7 +374,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
 
 
 def _stop_now(signum: int, _: FrameType | None) -> None:
-    raise Stopped(signum, "nothing was trained yet, nothing to save")
+    raise Stopped(signum, "outside of training, nothing to save")
 
 
 def _speaks_first(world: World | None, place: Place) -> bool:
@@ -397,7 +424,7 @@ class Stop:
         self._work: dist.Work | None = None
 
     def __enter__(self) -> "Stop":
-        self._previous = {s: signal.signal(s, self._remember) for s in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {signum: signal.signal(signum, self._remember) for signum in STOPPING}
         self._clock = time.monotonic()
         return self
 
@@ -492,11 +519,11 @@ def settle(model: nn.Module, *inputs: Tensor) -> None:
         model: the wrapped model.
         inputs: tensors as in training, of any batch size.
     """
-    random = torch.get_rng_state()
+    random = random_state()
     buffers = [buffer.clone() for buffer in model.buffers()]
     model(*inputs).float().sum().backward()
     for parameter in model.parameters():
         parameter.grad = None
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
-    torch.set_rng_state(random)
+    restore_random_state(random)

@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol, TypeVar
@@ -40,6 +41,8 @@ def begin(cls: type[LaunchArgs], description: str | None) -> tuple[LaunchArgs, P
     Raises:
         SystemExit: as `parse`.
     """
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a stop while modules are imported needs no traceback
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))
     args = parse(cls, description=description)
     try:
         place = resolve(args.launch, os.environ, cuda_devices)

@@ -25,7 +25,9 @@ class Programs:
     env: dict[str, str] = field(default_factory=dict)
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def start(self, *words: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, *words: object, env: dict[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
         """Start `python WORDS` in a session of its own, with its output piped."""
         kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START")
         clean = {name: os.environ[name] for name in kept if name in os.environ}
@@ -40,12 +42,19 @@ class Programs:
         )
 
     def run(
-        self, *words: object, code: int = 0, env: dict[str, str] | None = None, cwd: Path | None = None, limit: float = 120
+        self,
+        *words: object,
+        code: int = 0,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        limit: float = 120,
     ) -> subprocess.CompletedProcess[str]:
         """Run `python WORDS` and check its exit code."""
         return self.finish(self.start(*words, env=env, cwd=cwd), code, limit)
 
-    def finish(self, process: subprocess.Popen[str], code: int = 0, limit: float = 120) -> subprocess.CompletedProcess[str]:
+    def finish(
+        self, process: subprocess.Popen[str], code: int = 0, limit: float = 120
+    ) -> subprocess.CompletedProcess[str]:
         """Wait for a program and check its exit code."""
         try:
             out, err = process.communicate(timeout=limit)

@@ -110,6 +110,6 @@ def test_read_idx_returns_the_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_shards_hold_each_position_once(size: int) -> None:
     shards = [list(Shard(11, rank, size)) for rank in range(size)]
-    assert sorted(sum(shards, [])) == list(range(11))
+    assert sorted(position for shard in shards for position in shard) == list(range(11))
     assert [len(Shard(11, rank, size)) for rank in range(size)] == [len(shard) for shard in shards]
     assert np.ptp([len(shard) for shard in shards]) <= 1

@@ -68,7 +68,9 @@ def test_a_failure_of_the_first_reaches_all(programs: Programs, tmp_path: Path) 
 
 def test_ranks_that_disagree_stop(programs: Programs) -> None:
     done = programs.run(*JOBS, "disagree", "--nproc", 3, code=2)
-    assert done.stderr.startswith("error: the ranks disagree on the step to resume from (rank 0: 0, rank 1: 1, rank 2: 0)")
+    assert done.stderr.startswith(
+        "error: the ranks disagree on the step to resume from (rank 0: 0, rank 1: 1, rank 2: 0)"
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -164,11 +166,7 @@ def test_one_node_listens_on_loopback_only(
     how: str,
     eventually: Callable[[Callable[[], object], float, str], None],
 ) -> None:
-    flags: list[object] = {
-        "plain": [],
-        "spawn": ["--nproc", 2],
-        "tcp": ["--nproc", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}"],
-    }[how]
+    flags = {"plain": [], "spawn": ["--nproc=2"], "tcp": ["--nproc=2", f"--dist-url=tcp://127.0.0.1:{free_port}"]}[how]
     process = programs.start(*JOBS, "sockets", "--folder", tmp_path, *flags)
     size = 1 if how == "plain" else 2
     eventually(lambda: len(list(tmp_path.glob("ready-*"))) == size, 60, "ready")

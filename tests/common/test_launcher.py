@@ -64,7 +64,11 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
             {},
             {"launcher": "spawn", "size": 2, "rank": 1, "local_size": 1, "loopback": True},
         ),
-        ({"world_size": 1, "rank": 0, "dist_url": TCP, "multiprocessing_distributed": True}, {}, {"size": 1, "nodes": 1}),
+        (
+            {"world_size": 1, "rank": 0, "dist_url": TCP, "multiprocessing_distributed": True},
+            {},
+            {"size": 1, "nodes": 1},
+        ),
         # env:// : nodes from WORLD_SIZE and RANK when the flags are -1
         (
             {"dist_url": "env://", "nproc": 2},
@@ -164,7 +168,14 @@ def test_contradictions(flags: dict[str, Any], env: dict[str, str], words: str) 
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("a", "a"), ("a,b", "a"), ("gpu[03-05,9],login", "gpu03"), ("n[1,5]-ib,x", "n1-ib"), ("r1-n[10]", "r1-n10"), ("", "")],
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("n[1,5]-ib,x", "n1-ib"),
+        ("r1-n[10]", "r1-n10"),
+        ("", ""),
+    ],
 )
 def test_first_host_of_a_slurm_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host

@@ -259,7 +259,11 @@ def test_mutation_padding_kept_in_training(programs: Programs, tmp_path: Path, s
 def test_mutation_padding_kept_in_evaluation(programs: Programs, tmp_path: Path, small: Path) -> None:
     broken = mutated(
         tmp_path / "broken",
-        ("common/data.py", "range(rank, length, size)", "[p % length for p in range(rank, length + -length % size, size)]"),
+        (
+            "common/data.py",
+            "range(rank, length, size)",
+            "[p % length for p in range(rank, length + -length % size, size)]",
+        ),
         ("common/metrics.py", "[:total]", ""),
     )
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
@@ -335,7 +339,9 @@ def test_a_signal_saves_the_step_and_leaves_nothing(
 NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
 
 
-def test_a_damaged_checkpoint_is_passed_over(programs: Programs, tmp_path: Path, undisturbed: dict[int, Result]) -> None:
+def test_a_damaged_checkpoint_is_passed_over(
+    programs: Programs, tmp_path: Path, undisturbed: dict[int, Result]
+) -> None:
     """After the end, the newest checkpoint is cut: the run resumes from the one before and ends the same."""
     flags = (*TRAIN, "--nproc", 2, "--out", tmp_path)
     programs.run(*flags)

@@ -47,7 +47,9 @@ def test_rank_checks_live_in_common(program: Path) -> None:
     assert rank_checks(program.read_text()) == []
 
 
-@pytest.mark.parametrize("line", ["if rank == 0:", "if dist.get_rank() != 0:", "if world.is_main:", "if args.distributed:"])
+@pytest.mark.parametrize(
+    "line", ["if rank == 0:", "if dist.get_rank() != 0:", "if world.is_main:", "if args.distributed:"]
+)
 def test_a_rank_check_is_seen(line: str) -> None:
     assert rank_checks(line)
 
@@ -77,7 +79,9 @@ def test_pre_commit_runs_what_tox_runs() -> None:
     tox = (ROOT / "tox.ini").read_text().split("[testenv:lint]")[1].split("[testenv:")[0]
     commands = re.findall(r"^    (ruff.*|lint-imports|python -m pytest .*)$", tox, re.MULTILINE)
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    hooks = [hook["entry"].removeprefix(".venv/bin/").replace("pytest -q", "pytest") for hook in config["repos"][0]["hooks"]]
+    hooks = [
+        hook["entry"].removeprefix(".venv/bin/").replace("pytest -q", "pytest") for hook in config["repos"][0]["hooks"]
+    ]
     assert hooks == commands
 
 
