@@ -90,7 +90,7 @@ class Checkpoints:
         name = f"step-{progress['step']:08d}-{hashlib.sha256(content).hexdigest()[:16]}.pt"
         write_atomically(self.folder / name, content)
         for path in _files(self.folder)[self.keep :]:
-            path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)  # the newest is the one just written: `load` moved newer ones aside
 
     def load(self, resume: str) -> Checkpoint | None:
         """Find the checkpoint from which all ranks resume together, and set the parts and random states from it.
@@ -120,6 +120,7 @@ class Checkpoints:
                     f"checkpoint {found.path} was made with {name} = {before}, this run has {now}: "
                     f"give the same flags, or start afresh with another --out"
                 )
+        _set_aside([path for path in _files(self.folder) if _step(path) > found.step], world)
         for name, part in self.parts.items():
             part.load_state_dict(found.state[name])
         made_by = found.state["world_size"]
@@ -208,10 +209,22 @@ def _start_afresh(folder: Path, world: World) -> None:
     dist.barrier()
 
 
+def _set_aside(newer: list[Path], world: World) -> None:
+    """Rename damaged or abandoned checkpoints that are newer than the resumed one: they would win the next time."""
+    for path in newer if world.is_main else []:
+        path.rename(path.with_name(f"{path.name}.aside"))
+        _warn(f"{path} is newer than the checkpoint resumed from; it was renamed to {path.name}.aside")
+
+
 def _files(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first."""
-    found = {path: match for path in folder.glob("step-*.pt") if (match := NAME.fullmatch(path.name))}
-    return sorted(found, key=lambda path: int(found[path][1]), reverse=True)
+    return sorted((path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    match = NAME.fullmatch(path.name)
+    assert match
+    return int(match[1])
 
 
 def _warn(line: str) -> None:

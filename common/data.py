@@ -194,7 +194,9 @@ def read_idx(folder: Path, name: str, dimensions: int) -> tuple[Path, Tensor]:
 
 def _find(directory: Path, name: str) -> Path | None:
     candidates = (directory, directory / TORCHVISION[name] / "raw", directory / "raw")
-    return next((folder for folder in candidates if any(folder.glob("train-images-idx3-ubyte*"))), None)
+    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+    complete = (all(any(folder.glob(f"{name}*")) for name in names) for folder in candidates)
+    return next((folder for folder, whole in zip(candidates, complete, strict=True) if whole), None)
 
 
 def _download(directory: Path, name: str) -> None:

@@ -9,6 +9,7 @@ import datetime
 import multiprocessing as std_mp
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from common.errors import Stopped, UserError
 from common.flags import fail
-from common.launcher import LOOPBACK, Launch, Place
+from common.launcher import Launch, Place
 from common.seed import random_state, restore_random_state
 
 __all__ = [
@@ -182,6 +183,11 @@ def supervise(context: mp.ProcessContext | None) -> int:
                     failed = local_rank, code
                     deadline = time.monotonic() + (GRACE if asked else 2.0)  # others may be printing their own error
             if time.monotonic() >= limit:
+                if alive and asked:
+                    _complain(
+                        f"local rank(s) {sorted(alive.values())} did not stop within {GRACE:g} s and were killed; "
+                        f"what was saved is the last checkpoint"
+                    )
                 for process in processes:
                     process.kill()
     finally:
@@ -195,14 +201,20 @@ def supervise(context: mp.ProcessContext | None) -> int:
     if code < 0:
         name = signal.Signals(-code).name
         why = " (out of memory?)" if name == "SIGKILL" else ""
-        print(
-            f"error: the process with local rank {local_rank} was ended by {name}{why}; the others were ended too. "
-            f"Start again with --resume auto to go on from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
+        _complain(
+            f"the process with local rank {local_rank} was ended by {name}{why}; the others were ended too. "
+            f"Start again with --resume auto to go on from the last checkpoint"
         )
         return 1
+    unreported = Path(context.error_files[local_rank])  # an exception outside of `taking_part`
+    if unreported.exists():
+        _complain(pickle.loads(unreported.read_bytes()))  # noqa: S301 - written by our own process
+        unreported.unlink()
     return code
+
+
+def _complain(line: str) -> None:
+    print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------- being a process
@@ -222,7 +234,7 @@ def connect(place: Place) -> World:
     if backend == "nccl" and not cuda:
         raise UserError("--dist-backend nccl needs CUDA devices, and torch sees none; use --dist-backend gloo")
     devices = torch.cuda.device_count() if cuda else 0
-    if backend == "nccl" and place.local_size > devices:
+    if backend == "nccl" and place.spawns and place.local_size > devices:  # a launcher may show one to each process
         raise UserError(
             f"{place.local_size} processes on {devices} CUDA device(s): nccl needs a device for each; "
             f"use --nproc {devices}, or --dist-backend gloo to share them"
@@ -253,14 +265,15 @@ def connect(place: Place) -> World:
 def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
     """The key-value store through which the processes of a job find each other."""
     if place.loopback:  # gloo takes the interface of the host name otherwise, which other machines can reach
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     if place.launcher == "plain":
         return dist.HashStore()
     descriptor = None
     hosts = place.rank == 0 and not place.store_hosted
     if hosts:
         descriptor = _listen(place).detach()
-    host = "127.0.0.1" if place.host in LOOPBACK else place.host
+    host = "127.0.0.1" if place.loopback else place.host  # of one node's names, only this is surely listened on
     if not hosts:
         _await_host(host, place.port, timeout.total_seconds())
     store = dist.TCPStore(
@@ -363,8 +376,8 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     except Stopped as stop:
         message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
     except Exception as error:
-        lost = isinstance(error, dist.DistError) or "onnection" in str(error)
-        text = f"lost the other processes: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
+        lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+        text = f"lost another process: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
     if _speaks_first(world, place):
         print(message, file=sys.stderr, flush=True)
@@ -374,6 +387,8 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
 
 
 def _stop_now(signum: int, _: FrameType | None) -> None:
+    for each in STOPPING:  # a terminal's Ctrl-C comes twice: from the terminal, and from the parent
+        signal.signal(each, signal.SIG_IGN)
     raise Stopped(signum, "outside of training, nothing to save")
 
 
@@ -415,7 +430,7 @@ class Stop:
         seconds: about how long a signal may wait for the next message; a third of it costs nothing measurable.
     """
 
-    def __init__(self, seconds: float = 0.5) -> None:
+    def __init__(self, seconds: float = 0.2) -> None:
         self._seconds = seconds
         self._signum = 0
         self._steps = 0  # since the last message
@@ -446,7 +461,8 @@ class Stop:
         if self._work is not None:
             self._work.wait()
             signum, slowness = self._sent.tolist()
-            self._distance = max(1, round(self._seconds * 1e6 / max(1, slowness)))
+            pace = round(self._seconds * 1e6 / max(1, slowness))
+            self._distance = max(1, min(2 * self._distance, pace))  # the first steps may be no measure
         now = time.monotonic()
         microseconds = round(1e6 * (now - self._clock) / self._steps)  # per step; the slowest rank's counts
         self._clock, self._steps = now, 0
@@ -471,19 +487,24 @@ def main_first(world: World, what: str, patience: float = 3600.0) -> Generator[N
     if world.local_rank == 0:
         try:
             yield
-        except BaseException as error:
-            world.store.set(key, str(error) or type(error).__name__)
+        except UserError as error:
+            world.store.set(key, f"mistake {error}")
             raise
-        world.store.set(key, "")
+        except BaseException as error:
+            world.store.set(key, f"failure {error!r}")
+            raise
+        world.store.set(key, "done")
         return
     deadline = time.monotonic() + patience
     while not world.store.check([key]):  # not store.wait(): a signal could not interrupt it
         if time.monotonic() > deadline:
             raise UserError(f"{what}: the first process of this node is not done after {patience:g} s")
         time.sleep(0.01)
-    failure = world.store.get(key).decode()
-    if failure:
-        raise UserError(failure)
+    outcome, _, message = world.store.get(key).decode().partition(" ")
+    if outcome == "mistake":
+        raise UserError(message)
+    if outcome == "failure":
+        raise RuntimeError(f"{what}: the first process of this node failed: {message}")
     yield
 
 

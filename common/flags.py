@@ -6,6 +6,7 @@
 
 import contextlib
 import io
+import math
 import os
 import re
 import signal
@@ -79,12 +80,25 @@ def parse(cls: type[Args], argv: Sequence[str] | None = None, description: str |
 def at_least(least: int, **values: float | None) -> None:
     """Check flags (by their field names) against a lower bound; None, a default still to be chosen, passes.
 
+    Not-a-number does not pass.
+
     Raises:
         UserError: a flag is below the bound.
     """
     for name, value in values.items():
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+
+
+def share(**values: float) -> None:
+    """Check flags (by their field names) that are shares: from 0 to below 1.
+
+    Raises:
+        UserError: a flag is no share.
+    """
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give a number from 0 to below 1")
 
 
 def fail(error: UserError) -> NoReturn:
@@ -95,8 +109,12 @@ def fail(error: UserError) -> NoReturn:
 
 
 def may_speak(env: Mapping[str, str]) -> bool:
-    """Whether this process is the one that reports, judged before any process group exists."""
-    return env.get("RANK", env.get("SLURM_PROCID", "0")) == "0"
+    """Whether this process is the one that reports, judged before any process group exists; in doubt, it is."""
+    launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= env.keys()
+    rank, size = (
+        (env["RANK"], env["WORLD_SIZE"]) if launched else (env.get("SLURM_PROCID", ""), env.get("SLURM_NTASKS", ""))
+    )
+    return not (rank.isdigit() and size.isdigit() and 0 < int(rank) < int(size))
 
 
 def one_line(box: str) -> str:

@@ -14,10 +14,11 @@ The question "which place in the job is mine, and do I have to start others?" is
 import gc
 import multiprocessing
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Annotated, Literal
 from urllib.parse import urlparse
 
@@ -129,7 +130,8 @@ def resolve(flags: Launch, env: Mapping[str, str], devices: Callable[[], int]) -
     """
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= env.keys():
         return _torchrun(flags, env)
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and {"SLURM_PROCID", "SLURM_LOCALID"} <= env.keys():
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
+    if tasks > 1 and {"SLURM_PROCID", "SLURM_LOCALID"} <= env.keys():
         return _slurm(flags, env)
     if "PET_NNODES" in env or "PET_NPROC_PER_NODE" in env:
         flags = _from_pet(flags, env, devices)
@@ -160,9 +162,10 @@ def _torchrun(flags: Launch, env: Mapping[str, str]) -> Place:
 
 
 def _slurm(flags: Launch, env: Mapping[str, str]) -> Place:
-    size, rank = _number(env, "SLURM_NTASKS"), _number(env, "SLURM_PROCID")
-    nodes = _number(env, "SLURM_NNODES", _number(env, "SLURM_JOB_NUM_NODES", 1))
-    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")))
+    # srun's step may use a part of the allocation: its own variables come first.
+    size, rank = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 0)), _number(env, "SLURM_PROCID")
+    nodes = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1))
+    host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
     if nodes > 1 and not host:
         raise UserError("SLURM_JOB_NODELIST is empty: set MASTER_ADDR to the host of rank 0")
     # Two jobs of one user on one node must not meet at one port: the job number tells them apart.
@@ -212,6 +215,8 @@ def _spawn(flags: Launch, env: Mapping[str, str], devices: Callable[[], int]) ->
         raise UserError(f"--world-size {nodes} needs --rank: which of the {nodes} nodes is this one?")
     if flags.dist_url and flags.dist_url != "env://":
         host, port = _address(flags.dist_url)
+        if nodes > 1 and port == 0:
+            raise UserError(f"--dist-url {flags.dist_url}: several nodes need a port that they all know, not 0")
     elif from_env or nodes > 1:
         if nodes > 1 and "MASTER_ADDR" not in env:
             raise UserError(f"--world-size {nodes} needs --dist-url tcp://HOST:PORT of node 0 (or MASTER_ADDR)")
@@ -300,4 +305,7 @@ def preload(place: Place) -> None:
         # DistributedDataParallel imports torch._dynamo, another second, when it wraps a model.
         modules = ("launcher", "data", "metrics", "report")
         multiprocessing.set_forkserver_preload([*(f"common.{name}" for name in modules), "torch._dynamo"])
+        resource_tracker.ensure_running()  # here, because it opens the signal mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while the server imports: only we react
         forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

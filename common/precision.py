@@ -53,6 +53,16 @@ class Numerics:
     compile: bool
     deterministic: bool
 
+    @property
+    def settings(self) -> dict[str, str | bool]:
+        """What must be the same for a run to be resumed exactly."""
+        return {
+            "device": self.device.type,
+            "precision": self.name,
+            "channels_last": self.channels_last,
+            "compile": self.compile,
+        }
+
     def autocast(self) -> torch.autocast:
         """A context in which matrix products and convolutions run in the chosen precision."""
         import torch

@@ -12,9 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from common.checkpoint import Checkpoint, write_atomically
@@ -58,7 +60,7 @@ class Report:
         self._for_tensorboard: list[Point] = []  # not yet in the events
         self._writer: Any = None
         self._losses: list[Tensor] = []
-        self._first_step = self._last_step = self._samples = 0
+        self._last_step = self._samples = 0
         self.seconds = {"startup": 0.0, "train": 0.0, "eval": 0.0}
         if not self.world.is_main:
             return
@@ -113,24 +115,30 @@ class Report:
 
     def begin(self, step: int, start: Checkpoint | None) -> None:
         """Start the curves, or go on with those of the run that is resumed, up to its step."""
-        self._first_step = step
         if not self.world.is_main:
             return
         if start:
             self.log(f"resumed from {start.path} at step {step}")
         file = self.out / "metrics.jsonl"
-        lines = file.read_text().splitlines() if start and file.exists() else []
-        self._scalars = [(record.pop("step"), record) for record in map(json.loads, lines) if record["step"] <= step]
+        self._scalars = [point for point in _points(file) if point[0] <= step] if start else []
         write_atomically(file, "".join(_line(*point) for point in self._scalars).encode())
-        if not start:
-            for events in self.out.glob("tensorboard/events.*"):
-                events.unlink()
+        (self.out / "result.json").unlink(missing_ok=True)  # an earlier run's: this one may fail
+        for events in self.out.glob("tensorboard/events.*"):
+            events.unlink()  # written anew from metrics.jsonl, so that nothing is missing or twice
+        self._for_tensorboard = list(self._scalars)
 
-    def steps(self, items: Iterable[Item], label: str, total: int, initial: int = 0) -> Iterator[Item]:
-        """Iterate over batches with a progress bar on the main rank's terminal (none where that is no terminal)."""
+    def steps(self, loader: DataLoader[Item], label: str, done: int) -> Iterator[Any]:
+        """Iterate over batches with a progress bar on the main rank's terminal (none where that is no terminal).
+
+        Args:
+            loader: gives the batches.
+            label: what the bar says.
+            done: how many batches to pass over, because the run that is resumed has trained on them.
+        """
+        rest = islice(loader, done, None)
         self.seconds["startup"] = self.seconds["startup"] or time.time() - self.world.place.started
         hidden = None if self.world.is_main else True  # None: hidden where the output is no terminal
-        with tqdm(items, label, total, initial=initial, disable=hidden, leave=False, unit="step") as bar:
+        with tqdm(rest, label, len(loader), initial=done, disable=hidden, leave=False, unit="step") as bar:
             started = time.perf_counter()
             yield from bar
             self.seconds["train"] += time.perf_counter() - started
@@ -211,20 +219,25 @@ class Report:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # half a second
 
-            self._writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=self._first_step + 1)
+            self._writer = SummaryWriter(str(self.out / "tensorboard"))
         for step, values in self._for_tensorboard:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
         self._for_tensorboard = []
 
-    def best(self, model: nn.Module) -> None:
-        """Keep the weights of the best model so far, as safetensors, without DDP's `module.` prefix."""
-        if self.world.is_main:
+    def best(self, model: nn.Module, score: float, best: float) -> float:
+        """Keep the weights if they are the best so far, as safetensors, without DDP's `module.` prefix.
+
+        Returns:
+            The best score so far.
+        """
+        if score > best and self.world.is_main:
             from safetensors.torch import save
 
             weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
             write_atomically(self.out / "best.safetensors", save(weights))
+        return max(score, best)
 
     def finish(self, **values: Any) -> None:
         """Write result.json and curves.png, and print the summary, the last line of the run."""
@@ -285,6 +298,16 @@ class Report:
         figure.tight_layout()
         figure.savefig(self.out / "curves.png", dpi=110)
         pyplot.close(figure)
+
+
+def _points(file: Path) -> list[Point]:
+    """The records of metrics.jsonl; the last line may have been cut when the run was killed."""
+    points: list[Point] = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            points.append((record.pop("step"), record))
+    return points
 
 
 def _line(step: int, values: Mapping[str, float]) -> str:

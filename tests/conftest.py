@@ -135,7 +135,11 @@ def eventually() -> Callable[[Callable[[], object], float, str], None]:
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder with real datasets; without it the tests that need it fail and say so."""
+    """The folder with real datasets; where there is none, MNIST is downloaded, once."""
     folder = Path(os.environ.get("DDP_TEST_DATA", ROOT.parent / "shared" / "data"))
-    assert folder.is_dir(), f"{folder} is missing: set DDP_TEST_DATA to the folder with the real datasets"
-    return folder
+    if folder.is_dir():
+        return folder
+    from torchvision.datasets import MNIST
+
+    MNIST(str(ROOT / "data" / "mnist"), download=True)
+    return ROOT / "data"

@@ -21,7 +21,7 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.errors import Stopped
-from common.flags import at_least, begin
+from common.flags import at_least, begin, share
 from common.launcher import Launch, Place
 from common.precision import Precision
 
@@ -63,7 +63,8 @@ class Args:
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, checkpoint_every=self.checkpoint_every)
-        at_least(0, workers=self.workers, lr=self.lr, seed=self.seed)
+        at_least(0, workers=self.workers, lr=self.lr, seed=self.seed, weight_decay=self.weight_decay)
+        share(momentum=self.momentum, label_smoothing=self.label_smoothing)
 
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, workers start meanwhile
@@ -119,6 +120,7 @@ def train(args: Args, world: World) -> None:
 
         # Rank r gets positions r, r + W, r + 2W, ... of one permutation of the training set (see sampler.py).
         sampler = DistributedSampler(data.train, world.size, world.rank, shuffle=True, seed=args.seed)
+        generator = torch.Generator()  # the loader's own: drawing from the global one would make resuming inexact
         loader = DataLoader(
             data.train,
             batch,
@@ -127,9 +129,8 @@ def train(args: Args, world: World) -> None:
             collate_fn=data.normalise,
             worker_init_fn=seed_loader_worker,
             pin_memory=world.device.type == "cuda",
-            generator=torch.Generator(),  # else every epoch draws from the global generator, and resuming is not exact
+            generator=generator,
         )
-        test_loader = eval_loader(data, world)
         model = numerics.prepare(DigitNet(data.size, data.classes))
         ddp = DistributedDataParallel(
             numerics.compiled(model),
@@ -138,40 +139,42 @@ def train(args: Args, world: World) -> None:
             gradient_as_bucket_view=True,  # saves a copy of the gradients
         )
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.label_smoothing)
-        optimizer = SGD(ddp.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=True)
+        optimizer = SGD(
+            ddp.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=args.momentum > 0
+        )
         schedule = lr_scheduler.OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
         same = ("dataset", "batch_size", "lr", "momentum", "weight_decay", "label_smoothing", "seed")
-        config = {name: getattr(args, name) for name in same} | {"epochs": epochs, "precision": numerics.name}
+        config = {name: getattr(args, name) for name in same} | {"epochs": epochs} | numerics.settings
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world)
         start = checkpoints.load(args.resume)
         progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
         report.begin(progress["step"], start)
         with numerics.autocast():
-            settle(ddp, numerics.images(torch.zeros(1, 1, data.size, data.size)))
+            settle(ddp, numerics.images(torch.zeros(batch, 1, data.size, data.size)))
 
         with Stop() as stop:
             for epoch in range(progress["epoch"], epochs):
                 sampler.set_epoch(epoch)  # a new permutation; without it every epoch has the same order
+                generator.manual_seed(hash((args.seed, world.rank, epoch)))  # of the loader's workers, if there are any
                 seen = torch.zeros(samples, dtype=torch.int32)
-                before = islice(sampler, min(progress["batch"] * batch, dealt(samples, world)))
-                seen[list(before)] = 1  # by the run that this one resumes
-                rest = islice(loader, progress["batch"], None)
-                for images, labels, indices in report.steps(rest, f"epoch {epoch + 1}", len(loader), progress["batch"]):
+                # Trained on by the run that this one resumes, if it was interrupted in this epoch:
+                seen[list(islice(sampler, min(progress["batch"] * batch, dealt(samples, world))))] = 1
+                for images, labels, indices in report.steps(loader, f"epoch {epoch + 1}", progress["batch"]):
                     # The last batch may be smaller, and DistributedSampler pads it with repeated samples so that all
-                    # ranks get as many. This rank's share is without the padding, which is last.
+                    # ranks get as many. `mine` counts this rank's samples without the padding, which is last.
                     total = min(args.batch_size, samples - progress["batch"] * args.batch_size)
-                    share = dealt(total, world)
+                    mine = dealt(total, world)
                     with numerics.autocast():
-                        logits = ddp(numerics.images(images))[:share]  # [share, classes]
-                    targets = labels[:share].to(world.device, non_blocking=True)
+                        logits = ddp(numerics.images(images))[:mine]  # [mine, classes]
+                    targets = labels[:mine].to(world.device, non_blocking=True)
                     # DDP averages the gradients of the ranks: W/total of the sum is the mean over the global batch.
                     loss = criterion(logits.float(), targets) * (world.size / total)
                     optimizer.zero_grad()
                     loss.backward()  # DDP averages each bucket of gradients while the rest is still being computed
                     optimizer.step()
                     schedule.step()
-                    seen[indices[:share]] += 1
+                    seen[indices[:mine]] += 1
                     progress["batch"] += 1
                     progress["step"] += 1
                     report.loss(progress["step"], loss, total)
@@ -185,11 +188,9 @@ def train(args: Args, world: World) -> None:
                 report.gather_losses()
                 prove_seen_once(seen)
                 with report.evaluating():
-                    metrics, targets, scores = evaluate(model, test_loader, numerics, world, data.classes)
+                    metrics, targets, scores = evaluate(model, eval_loader(data, world), numerics, world, data.classes)
                 progress |= {"epoch": epoch + 1, "batch": 0, "metrics": metrics}
-                if metrics["accuracy"] > progress["best"]:
-                    progress["best"] = metrics["accuracy"]
-                    report.best(model)
+                progress["best"] = report.best(model, metrics["accuracy"], progress["best"])
                 report.epoch(epoch + 1, epochs, progress["step"], metrics, targets, scores)
                 checkpoints.save(progress)
 

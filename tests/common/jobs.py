@@ -45,12 +45,17 @@ from common.metrics import ordered_predictions
 from common.proof import ProofError, parameter_hash, prove_replicas_agree, prove_seen_once
 
 
+def put(line: object) -> None:
+    """Print a line at once: print() writes the end of the line separately, and another rank's may come between."""
+    os.write(1, f"{line}\n".encode())
+
+
 def place_job(world: World, args: Args) -> None:
     """Report the place, and what only the operating system knows of it."""
     total = torch.tensor([world.rank + 1.0])
     dist.all_reduce(total)
     assert total.item() == world.size * (world.size + 1) / 2
-    print(f"rank {world.rank}/{world.size} threads {torch.get_num_threads()}", flush=True)
+    put(f"rank {world.rank}/{world.size} threads {torch.get_num_threads()}")
 
 
 def ordered(world: World, args: Args) -> None:
@@ -99,7 +104,7 @@ def dies(world: World, args: Args) -> None:
 
 def ignores(world: World, args: Args) -> None:
     """All ranks sleep, and are stopped before they train."""
-    print("sleeping", flush=True)
+    put("sleeping")
     time.sleep(60)
 
 
@@ -133,7 +138,7 @@ def proofs(world: World, args: Args) -> None:
         try:
             check()
         except ProofError as error:
-            print(error, flush=True)
+            put(error)
         else:
             raise AssertionError("a false run was accepted")
 
@@ -195,7 +200,7 @@ def resumes(world: World, args: Args) -> None:
     assert found is not None
     assert found.progress == {"step": 3}
     steps(ddp, optimizer, range(3, 6))
-    print("identical" if prove_replicas_agree(ddp.module.first, world) == expected else "different", flush=True)
+    put("identical" if prove_replicas_agree(ddp.module.first, world) == expected else "different")
 
 
 def sockets(world: World, args: Args) -> None:
@@ -209,7 +214,7 @@ def sockets(world: World, args: Args) -> None:
 def digest(world: World, args: Args) -> None:
     """Who shares the machine decides the number of threads."""
     name = hashlib.sha256(distributed.machine().encode()).hexdigest()[:8]
-    print(f"machine {name} cores {distributed.cores()} threads {torch.get_num_threads()}", flush=True)
+    put(f"machine {name} cores {distributed.cores()} threads {torch.get_num_threads()}")
 
 
 JOBS = {
@@ -231,6 +236,8 @@ JOBS = {
 
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of a job."""
+    if args.name == "early":
+        raise ValueError("before the frame")
     with taking_part(place, local_rank) as world:
         dist.init_process_group(
             world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout

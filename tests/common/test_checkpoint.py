@@ -89,6 +89,21 @@ def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, world: World, capsys:
     assert "trying the one before it" in warned
 
 
+def test_newer_ones_are_set_aside_when_an_older_one_is_resumed(tmp_path: Path, world: World) -> None:
+    saved = some(tmp_path, world)
+    for step in (1, 2, 3):
+        saved.save({"step": step})
+    older = next(saved.folder.glob("step-00000002-*"))
+    loaded = some(tmp_path, world)
+    assert loaded.load(str(older)) is not None
+    loaded.save({"step": 3, "branch": "new"})
+    loaded.save({"step": 4})
+    found = latest(saved.folder, world)
+    assert found is not None
+    assert found.step == 4
+    assert len(list(saved.folder.glob("*.aside"))) == 1
+
+
 def test_a_renamed_or_foreign_file_is_refused(tmp_path: Path, world: World) -> None:
     saved = some(tmp_path, world)
     saved.save({"step": 1})

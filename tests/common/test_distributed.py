@@ -1,5 +1,6 @@
 """Processes that meet, agree, fail and stop together."""
 
+import os
 import re
 import signal
 import socket
@@ -20,7 +21,7 @@ def ranks(output: str) -> list[str]:
     return sorted(re.findall(r"rank \d+/\d+ threads \d+", output))
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
+@pytest.mark.parametrize("nproc", [1, 3])
 def test_spawned_processes_form_a_world(programs: Programs, nproc: int) -> None:
     done = programs.run(*JOBS, "place", "--nproc", nproc)
     assert [line.split(" t")[0] for line in ranks(done.stdout)] == [f"rank {rank}/{nproc}" for rank in range(nproc)]
@@ -48,8 +49,10 @@ def test_threads_are_shared_by_who_is_on_the_machine(programs: Programs, free_po
     tcp = "".join(programs.finish(node).stdout for node in nodes)
     agent = programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, *JOBS, "digest").stdout
     assert len(set(re.findall("machine .*", spawned + tcp + agent))) == 1
-    chosen = programs.run(*JOBS, "digest", "--nproc", 2, "--threads", 3).stdout
-    assert re.findall(r"threads (\d+)", chosen) == ["3", "3"]
+    chosen = programs.run(*JOBS, "digest", "--threads", 3, env={"OMP_NUM_THREADS": "2"}).stdout
+    assert re.findall(r"threads (\d+)", chosen) == ["3"]
+    chosen = programs.run(*JOBS, "digest", env={"OMP_NUM_THREADS": "5"}).stdout
+    assert re.findall(r"threads (\d+)", chosen) == ["5"]
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
@@ -98,19 +101,44 @@ def test_a_signal_stops_all_ranks_after_the_same_step(programs: Programs, tmp_pa
     assert done.stderr == f"stopped by SIGTERM: after step {steps.pop()}\n"
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("flags", [(), ("--nproc", 2)])
+@pytest.mark.parametrize(
+    ("signum", "code", "terminal", "flags"),
+    [
+        (signal.SIGINT, 130, True, ("--nproc", 2)),  # a terminal signals every process
+        (signal.SIGTERM, 143, False, ("--nproc", 2)),
+        (signal.SIGINT, 130, False, ()),
+    ],
+)
 def test_a_signal_before_training(
-    programs: Programs, signum: signal.Signals, code: int, flags: tuple[object, ...]
+    programs: Programs, signum: signal.Signals, code: int, terminal: bool, flags: tuple[object, ...]
 ) -> None:
     process = programs.start(*JOBS, "ignores", *flags)
     assert process.stdout is not None
     assert process.stdout.readline() == "sleeping\n"
     time.sleep(0.3)  # the other rank comes to sleep, too
-    process.send_signal(signum)
+    (os.killpg if terminal else os.kill)(process.pid, signum)
     done = programs.finish(process, code, limit=20)
-    assert "nothing to save" in done.stderr
+    assert re.fullmatch(rf"stopped by {signum.name}: outside of training, nothing to save\n", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("after", [0.3, 1.0])
+def test_ctrl_c_during_start_up(programs: Programs, after: float) -> None:
+    process = programs.start(*JOBS, "ignores", "--nproc", 2)
+    time.sleep(after)
+    os.killpg(process.pid, signal.SIGINT)
+    done = programs.finish(process, 130, limit=20)
     assert "Traceback" not in done.stderr
+    assert programs.gone()
+
+
+def test_an_exception_before_the_frame_is_reported(programs: Programs) -> None:
+    done = programs.run(*JOBS, "early", "--nproc", 2, code=1)
+    assert "before the frame" in done.stderr
+
+
+def test_a_host_name_on_one_node(programs: Programs, free_port: int) -> None:
+    url = f"tcp://{socket.gethostname()}:{free_port}"
+    assert len(ranks(programs.run(*JOBS, "place", "--nproc", 2, "--dist-url", url).stdout)) == 2
 
 
 def test_a_killed_launcher_leaves_no_worker(programs: Programs) -> None:

@@ -1,10 +1,12 @@
 """Flags: answered before torch is imported, mistakes in one line."""
 
 import re
-from pathlib import Path
+from dataclasses import fields
 
 import pytest
 
+from common.launcher import Launch
+from common.precision import Precision
 from tests.conftest import ROOT, Programs
 
 PROGRAMS = sorted(
@@ -49,15 +51,21 @@ def test_only_the_main_rank_reports_a_mistake(programs: Programs, program: str) 
 def test_every_flag_is_read(program: str) -> None:
     """A field of Args that the program never mentions is a dead flag."""
     source = (ROOT / program.replace(".", "/")).with_suffix(".py").read_text()
-    fields = re.findall(r"^    (\w+): .*=", source.split("class Args")[1].split("\n\n\n")[0], re.MULTILINE)
-    assert fields
-    fields.remove("launch")  # read by `begin`
-    assert [name for name in fields if f"args.{name}" not in source and f'"{name}"' not in source] == []
+    names = re.findall(r"^    (\w+): .*=", source.split("class Args")[1].split("\n\n\n")[0], re.MULTILINE)
+    names.remove("launch")  # read by `begin`
+    assert names
+    assert [name for name in names if f"args.{name}" not in source and f'"{name}"' not in source] == []
 
 
-@pytest.mark.parametrize("module", ["launcher", "precision", "flags"])
-def test_every_shared_flag_is_read(module: str) -> None:
-    sources = [path.read_text() for path in (ROOT / "common").glob("*.py")]
-    source = Path(ROOT / "common" / f"{module}.py").read_text()
-    for name in re.findall(r'^    (\w+): (?:Annotated|Literal|bool).*= .*\n    """', source, re.MULTILINE):
-        assert any(f".{name}" in text for text in sources), name
+@pytest.mark.parametrize(("flags", "reader"), [(Launch, r"flags\.{}\b"), (Precision, r"self\.{}\b")])
+def test_every_shared_flag_is_read(flags: type[Launch | Precision], reader: str) -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "common").glob("*.py"))
+    assert [field.name for field in fields(flags) if not re.search(reader.format(field.name), sources)] == []
+
+
+def test_a_wrong_place_is_reported_whoever_finds_it(programs: Programs) -> None:
+    for place, line in (
+        ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "error: RANK='x' in the environment is not a number"),
+        ({"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "error: RANK=8 with WORLD_SIZE=8: ranks go from 0 to 7"),
+    ):
+        assert line in programs.run("-m", PROGRAMS[0], env=place, code=2).stderr

@@ -101,6 +101,18 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
         ({}, SLURM | {"SLURM_NNODES": "1"}, {"host": "127.0.0.1", "loopback": True}),
         ({}, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}, {"host": "10.0.0.1", "port": 5}),
         ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1"}, {"local_size": 1}),
+        # a step that uses a part of the allocation
+        (
+            {},
+            SLURM
+            | {
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_STEP_NUM_NODES": "2",
+                "SLURM_STEP_NODELIST": "gpu[05,08]",
+                "SLURM_PROCID": "1",
+            },
+            {"size": 2, "nodes": 2, "host": "gpu05"},
+        ),
         # a SLURM allocation of one task is no world
         ({"nproc": 2}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"launcher": "spawn", "size": 2}),
         # PET_* without torchrun
@@ -152,6 +164,8 @@ def test_flags_that_a_launcher_overrules_warn(env: dict[str, str]) -> None:
         ({"world_size": 2, "dist_url": TCP}, {}, "needs --rank"),
         ({"world_size": 2, "rank": 0}, {}, "needs --dist-url"),
         ({"dist_url": "tcp://node0"}, {}, "tcp://HOST:PORT"),
+        ({"world_size": 2, "rank": 0, "dist_url": "tcp://node0:0"}, {}, "a port that they all know"),
+        ({}, SLURM | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS='many'"),
         ({"dist_url": "tcp://node0:99999"}, {}, "tcp://HOST:PORT"),
         ({"dist_url": "udp://node0:9"}, {}, "tcp://HOST:PORT"),
         ({}, TORCHRUN | {"RANK": "x"}, "RANK='x'"),

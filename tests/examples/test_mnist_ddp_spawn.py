@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import os
 import re
 import shutil
 import signal
@@ -91,7 +92,6 @@ def test_ranks_equal_a_plain_loop(
     programs.run(*TRAIN, "--nproc", nproc, "--dataset", small, *SMALL, "--out", tmp_path)
     model, expected = reference
     torch.testing.assert_close(losses(tmp_path), expected, rtol=2e-5, atol=0)
-    # After the last epoch: the best model is the last one here, unless an earlier epoch was as good.
     found = result(tmp_path)
     data = idx_folder(small)
     images, labels, _ = data.normalise(data.test.__getitems__(list(range(101))))
@@ -248,7 +248,7 @@ def test_mutation_set_epoch_removed(
 
 
 def test_mutation_padding_kept_in_training(programs: Programs, tmp_path: Path, small: Path) -> None:
-    change = (PROGRAM, "share = dealt(total, world)", "share, total = len(labels), len(labels) * world.size")
+    change = (PROGRAM, "mine = dealt(total, world)", "mine, total = len(labels), len(labels) * world.size")
     broken = mutated(tmp_path / "broken", change)
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
     assert "ProofError: of 203 samples of the epoch, 0 were lost and 1 trained on more than once" in (
@@ -300,6 +300,8 @@ def test_killed_and_resumed_is_bit_identical(
         eventually(lambda goal=goal: newest_step(tmp_path) >= goal, 100, f"step {goal}")
         programs.kill()  # every process at once, as when a machine is lost
         process.communicate()
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 3')  # a line cut short
         steps.append(newest_step(tmp_path))
     assert any(step % 12 for step in steps), "killed in the middle of an epoch, which has 12 steps"
     done = programs.run(*flags, "--resume", "auto")
@@ -323,7 +325,10 @@ def test_a_signal_saves_the_step_and_leaves_nothing(
     eventually(lambda: newest_step(tmp_path) >= 24, 100, "step 24")
     time.sleep(0.03)
     started = time.monotonic()
-    process.send_signal(signum)
+    if signum == signal.SIGINT:
+        os.killpg(process.pid, signum)  # as a terminal does: every process gets it, and the parent passes it on
+    else:
+        process.send_signal(signum)
     done = programs.finish(process, code)
     assert time.monotonic() - started < 10
     assert programs.gone(within=2)
@@ -352,6 +357,8 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert f"warning: checkpoint {newest} is damaged" in done.stderr
     assert "at step 228" in done.stdout
     assert result(tmp_path)["parameter_hash"] == undisturbed[2]["parameter_hash"]
+    assert [path.name for path in newest.parent.glob("*.aside")] == [f"{newest.name}.aside"], "kept, but out of the way"
+    assert newest_step(tmp_path) == 240
 
 
 def test_resuming_with_other_flags_is_refused_and_nothing_is_lost(
@@ -389,6 +396,8 @@ def test_resuming_at_another_world_size_says_what_it_means(programs: Programs, t
         (["--nproc", 2, "--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written"),
         (["--nproc", 2, "--resume", "nothing.pt"], "nothing.pt is no checkpoint of this program"),
         (["--epochs", 0], "--epochs 0: give at least 1"),
+        (["--lr", "nan"], "--lr nan: give at least 0"),
+        (["--label-smoothing", 2], "--label-smoothing 2.0: give a number from 0 to below 1"),
         (["--nproc", 2, "--dataset", "mnist", "--data-dir", "BROKEN"], "t10k-images-idx3-ubyte.gz .*damaged"),
     ],
 )
@@ -468,16 +477,19 @@ def test_mnist_that_cannot_be_had_is_a_users_mistake(programs: Programs, tmp_pat
 
 
 def test_real_mnist_reaches_99_percent(programs: Programs, tmp_path: Path, real_data: Path) -> None:
+    before = sorted((real_data / "mnist").rglob("*"))
     programs.run(*TRAIN, "--nproc", 2, "--dataset", "mnist", "--data-dir", real_data / "mnist", "--out", tmp_path)
     assert result(tmp_path)["metrics"]["accuracy"] >= 0.99
-    assert not list((real_data / "mnist").rglob("*ubyte")), "nothing is unpacked beside the files"
+    assert sorted((real_data / "mnist").rglob("*")) == before, "nothing is unpacked beside the files"
 
 
 def test_loader_workers_change_nothing(programs: Programs, tmp_path: Path, small: Path) -> None:
     hashes = set()
     for workers in (0, 2):
         out = tmp_path / str(workers)
-        programs.run(*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--workers", workers, "--out", out)
+        programs.run(
+            *TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--epochs", 1, "--workers", workers, "--out", out
+        )
         hashes.add(result(out)["parameter_hash"])
     assert len(hashes) == 1
 
@@ -485,7 +497,7 @@ def test_loader_workers_change_nothing(programs: Programs, tmp_path: Path, small
 # -------------------------------------------------------------------------------------------------- the sampler
 
 
-@pytest.mark.parametrize(("nproc", "samples"), [(2, 7), (3, 10)])
+@pytest.mark.parametrize(("nproc", "samples"), [(3, 10)])
 def test_the_sampler_shows_what_it_claims(programs: Programs, nproc: int, samples: int) -> None:
     text = programs.run("-m", "examples.mnist_ddp_spawn.sampler", "--nproc", nproc, "--samples", samples).stdout
     dealt = [[int(x) for x in line.split()] for line in re.findall(r"rank \d: ((?: ?\d+ ?)+)\n", text)]
