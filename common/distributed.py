@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from common.errors import Stopped, UserError
+from common.errors import Lost, Stopped, UserError
 from common.flags import fail
 from common.launcher import Launch, Place
 from common.seed import random_state, restore_random_state
@@ -37,6 +37,7 @@ __all__ = [
     "Stop",
     "World",
     "agree",
+    "gather",
     "launch",
     "main_first",
     "meet",
@@ -376,7 +377,8 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     except Stopped as stop:
         message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
     except Exception as error:
-        lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+        closed = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+        lost = closed or isinstance(error, Lost)
         text = f"lost another process: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
     if _speaks_first(world, place):
@@ -512,6 +514,13 @@ def say(world: World, line: str) -> None:
     """Print a line from the main rank only."""
     if world.is_main:
         print(line, flush=True)
+
+
+def gather(world: World, value: Value) -> list[Value]:
+    """The values of all ranks (anything that pickle takes) on the main rank, in rank order; elsewhere nothing."""
+    everybody: list[Any] | None = [None] * world.size if world.is_main else None
+    dist.gather_object(value, everybody)
+    return everybody or []
 
 
 def agree(world: World, value: Value, what: str) -> Value:

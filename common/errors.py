@@ -1,4 +1,4 @@
-"""The two ways in which a run ends early on purpose."""
+"""The ways in which a run ends early without an error of the program."""
 
 
 class UserError(Exception):
@@ -19,3 +19,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to sto
     def __init__(self, signum: int, where: str) -> None:
         super().__init__(where)
         self.signum = signum
+
+
+class Lost(RuntimeError):  # noqa: N818 - named as what happened, as Stopped is
+    """Another process of the job ended or fell silent; the message names it. Printed as one line, exit code 1."""

@@ -1,6 +1,7 @@
 """Proofs at the end of a run that every rank took part. A violation fails the run: it is an error of the program."""
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,23 +23,33 @@ def parameter_hash(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def prove_replicas_agree(model: nn.Module, world: World) -> str:
+def prove_replicas_agree(model: nn.Module, world: World, part: int = 0) -> str:
     """Check that all ranks hold the same parameters and buffers, and that all of them are there.
 
+    Args:
+        model: this rank's replica.
+        world: this process's world.
+        part: where the model is cut into parts, which of them this rank holds: only replicas of one part must agree.
+
     Returns:
-        The common parameter hash.
+        The common parameter hash (of this rank's part).
 
     Raises:
         ProofError: the ranks whose replicas differ are named.
     """
     if dist.get_world_size() != world.size:
         raise ProofError(f"{dist.get_world_size()} processes take part, {world.size} were asked for")
-    hashes: list[str | None] = [None] * world.size
-    dist.all_gather_object(hashes, parameter_hash(model))
-    different = [str(rank) for rank, value in enumerate(hashes) if value != hashes[0]]
-    if different or hashes[0] is None:
-        raise ProofError(f"the replicas differ: rank(s) {', '.join(different)} hold other parameters than rank 0")
-    return hashes[0]
+    held: list[Any] = [None] * world.size
+    dist.all_gather_object(held, (part, parameter_hash(model)))
+    expected: dict[int, int] = {}  # per part, the first rank that holds it
+    different = [str(rank) for rank, entry in enumerate(held) if entry != held[expected.setdefault(entry[0], rank)]]
+    if different:
+        theirs = sorted({expected[held[int(rank)][0]] for rank in different})
+        raise ProofError(
+            f"the replicas differ: rank(s) {', '.join(different)} hold other parameters than rank "
+            f"{', '.join(map(str, theirs))}"
+        )
+    return held[expected[part]][1]
 
 
 def prove_seen_once(seen: Tensor) -> None:

@@ -95,8 +95,15 @@ class Report:
             colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
             tqdm.write(f"\033[1;33mwarning: {line}\033[0m" if colour else f"warning: {line}", file=sys.stderr)
 
-    def introduce(self, data: str, numerics: Numerics, batch_size: int) -> None:
-        """Say in one line what the run uses."""
+    def introduce(self, data: str, numerics: Numerics, batch_size: int, shares: str | None = None) -> None:
+        """Say in one line what the run uses.
+
+        Args:
+            data: what is trained on.
+            numerics: device and precision.
+            batch_size: samples in the global batch.
+            shares: how the batch is divided; by default equally among the ranks.
+        """
         world = self.world
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
         if world.device.type == "cpu" and world.place.flags.device == "auto":
@@ -110,7 +117,7 @@ class Report:
             f"{self.example}: {data}, {world.size} x {device} with {torch.get_num_threads()} thread(s), "
             f"{world.nodes} node(s), launcher {world.place.launcher}, backend {world.backend}, "
             f"{numerics.name}{', channels last' if numerics.channels_last else ''}, "
-            f"batch {batch_size} = {world.size} rank{plural} x {batch_size // world.size}"
+            f"batch {batch_size} = {shares or f'{world.size} rank{plural} x {batch_size // world.size}'}"
         )
 
     def begin(self, step: int, start: Checkpoint | None) -> None:

@@ -1,0 +1,1 @@
+"""Model parallelism: a ResNet cut into stages that work at the same time on micro-batches."""

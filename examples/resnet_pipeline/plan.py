@@ -1,0 +1,219 @@
+"""Where to cut: every part of the model is measured once, then cut so that the slowest stage is as fast as possible."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.distributed import World
+from common.errors import UserError
+from common.precision import Numerics
+from examples.resnet_pipeline.model import Stage, blocks, cut_points
+from examples.resnet_pipeline.schedule import SCHEDULES
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was measured of consecutive blocks, for one micro-batch."""
+
+    first: str
+    last: str
+    parameters: int
+    shape: tuple[int, ...]
+    """Of the output, without the batch."""
+    dtype: torch.dtype
+    kept: int
+    """Bytes that the backward pass needs of the forward pass, without parameters."""
+    forward: float
+    """Seconds."""
+    backward: float
+    """Seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cut: parts of the model, the first part of each stage, and what follows from it."""
+
+    parts: tuple[Part, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def ranges(self) -> list[range]:
+        """The parts of each stage."""
+        return [range(a, b) for a, b in zip(self.starts, (*self.starts[1:], len(self.parts)), strict=True)]
+
+    @property
+    def stages(self) -> list[Part]:
+        """What was measured, added up per stage."""
+        return [joined(self.parts[r.start : r.stop]) for r in self.ranges]
+
+    def input(self, stage: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape (of one sample) and type of what a stage receives from the one before it (nothing before the first)."""
+        if stage == 0:
+            return (), torch.float32
+        before = self.parts[self.starts[stage] - 1]
+        return before.shape, before.dtype
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Consecutive parts as one."""
+    sums = {name: sum(getattr(p, name) for p in parts) for name in ("parameters", "kept", "forward", "backward")}
+    return replace(parts[-1], first=parts[0].first, **sums)
+
+
+def measure(model: nn.Module, images: Tensor, numerics: Numerics, repeats: int = 3) -> tuple[Part, ...]:
+    """Run each part forward and backward (median of `repeats`, after one to warm up).
+
+    Args:
+        model: the un-split model; its gradients and statistics are changed.
+        images: one micro-batch, [B, 3, H, W], on the device.
+        numerics: device and precision.
+        repeats: runs that count.
+    """
+    found, x = [], images
+    parameters = {p.data_ptr() for p in model.parameters()}
+    for part in blocks(model):
+        stage, times = Stage([part], numerics), []
+        kept: dict[int, int] = {}
+        for _ in range(repeats + 1):
+            held: list[Tensor] = []  # alive until all are counted, or an address could be given out twice
+
+            def hold(tensor: Tensor, held: list[Tensor] = held) -> Tensor:
+                held.append(tensor)
+                return tensor
+
+            x = x.detach().requires_grad_(found != [])
+            with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+                start = _now(images)
+                y = stage(x)
+                middle = _now(images)
+            y.backward(torch.ones_like(y))
+            times.append((middle - start, _now(images) - middle))
+            storages = [tensor.untyped_storage() for tensor in held]
+            others = parameters | {x.data_ptr()}  # the input was counted as the output of the part before
+            kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in others}
+        forward, backward = (median(column) for column in zip(*times[1:], strict=True))
+        count = sum(p.numel() for p in stage.parameters())
+        found.append(
+            Part(part[0][0], part[-1][0], count, tuple(y.shape[1:]), y.dtype, sum(kept.values()), forward, backward)
+        )
+        x = y
+    return tuple(found)
+
+
+def _now(images: Tensor) -> float:
+    if images.device.type == "cuda":
+        torch.cuda.synchronize(images.device)
+    return time.perf_counter()
+
+
+def balanced(costs: Sequence[float], stages: int) -> list[int]:
+    """Cut a row of costs so that the largest sum is as small as possible (dynamic programming).
+
+    Returns:
+        The index with which each stage begins.
+    """
+
+    @lru_cache(None)
+    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 1:
+            return sum(costs[start:]), (start,)
+        options = (
+            (max(sum(costs[start:end]), rest), (start, *starts))
+            for end in range(start + 1, len(costs) - left + 2)
+            for rest, starts in [best(end, left - 1)]
+        )
+        return min(options)
+
+    return list(best(0, stages)[1])
+
+
+def make_plan(
+    model: nn.Module, images: Tensor, numerics: Numerics, world: World, stages: int, balance: str, cuts: Sequence[str]
+) -> Plan:
+    """Measure on the main rank while the others wait, and cut.
+
+    Args:
+        model: an un-split model to measure, which is used up.
+        images: one micro-batch, [B, 3, H, W], on the device.
+        numerics: device and precision.
+        world: this process's world.
+        stages: stages of the pipeline.
+        balance: `auto` by the measured time, or `even`, as many blocks in each.
+        cuts: first blocks of the second and later stages; overrides `balance`.
+
+    Raises:
+        UserError: more stages than parts, or cuts that do not fit.
+    """
+    count = len(blocks(model))
+    if stages > count:
+        raise UserError(f"{stages} stages: the model has only {count} parts that a cut can separate; use fewer")
+    starts = cut_points(cuts, blocks(model))
+    if cuts and len(starts) != stages:
+        raise UserError(f"--cuts: {stages} stages need {stages - 1} cut(s), {len(cuts)} were given")
+    repeats = 3 if balance == "auto" and not cuts else 1
+    shared: list[tuple[Part, ...]] = [measure(model, images, numerics, repeats) if world.is_main else ()]
+    dist.broadcast_object_list(shared)
+    if not cuts:
+        starts = balanced([part.seconds if balance == "auto" else 1.0 for part in shared[0]], stages)
+    return Plan(shared[0], tuple(starts))
+
+
+def simulate(schedule: str, forward: Sequence[float], backward: Sequence[float], count: int) -> float:
+    """The seconds that a step takes when messages cost nothing.
+
+    Args:
+        schedule: gpipe or 1f1b.
+        forward: seconds of one micro-batch per stage.
+        backward: the same of the backward pass.
+        count: micro-batches.
+    """
+    stages = len(forward)
+    waiting = [SCHEDULES[schedule](stage, stages, count) for stage in range(stages)]
+    done: dict[tuple[int, str, int], float] = {}
+    clocks = [0.0] * stages
+    while any(waiting):
+        for stage, ops in enumerate(waiting):
+            while ops:
+                kind, micro = ops[0]
+                needs = (stage - 1, "F", micro) if kind == "F" else (stage + 1, "B", micro)
+                if 0 <= needs[0] < stages and needs not in done:
+                    break
+                seconds = forward[stage] if kind == "F" else backward[stage]
+                clocks[stage] = done[stage, kind, micro] = max(clocks[stage], done.get(needs, 0.0)) + seconds
+                ops.pop(0)
+    return max(clocks)
+
+
+def predicted_bubble(plan: Plan, schedule: str, count: int) -> float:
+    """The idle share of all stages that the measured times lead to."""
+    forward, backward = [s.forward for s in plan.stages], [s.backward for s in plan.stages]
+    span = simulate(schedule, forward, backward, count)
+    return 1 - count * (sum(forward) + sum(backward)) / (len(forward) * span)
+
+
+def describe(plan: Plan, schedule: str, processes: int, count: int, micro_batch: int) -> list[str]:
+    """The plan as lines to print."""
+    lines = [f"plan: {len(plan.starts)} stage(s) on {processes} process(es) per replica, {schedule}"]
+    for number, stage in enumerate(plan.stages):
+        lines.append(
+            f"  stage {number}: {stage.first} .. {stage.last}, {stage.parameters:,} parameters, "
+            f"{stage.kept / MIB:.1f} MiB of activations per micro-batch of {micro_batch}, "
+            f"{1e3 * stage.forward:.1f} + {1e3 * stage.backward:.1f} ms"
+        )
+    ideal = (processes - 1) / (count + processes - 1)
+    known = f", {predicted_bubble(plan, schedule, count):.1%} with these stages" if schedule in SCHEDULES else ""
+    lines.append(f"  predicted bubble: {ideal:.1%} by (P-1)/(M+P-1) with P = {processes}, M = {count}{known}")
+    return lines

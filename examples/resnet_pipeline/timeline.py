@@ -1,0 +1,161 @@
+"""Who computed what, when: measured times of all stages as a Gantt chart (PNG) and as a trace for ui.perfetto.dev.
+
+In the steps that are recorded on a GPU, the host waits for the device after every operation; otherwise only two clock
+readings are added to each.
+"""
+
+import json
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from common.distributed import World, gather
+from common.report import Report
+
+COLOURS = {"F": "#0072b2", "B": "#e69f00", "I": "#009e73", "W": "#cc79a7"}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of the input",
+    "W": "backward of the weights",
+}
+
+
+class Event(NamedTuple):
+    """One operation of one process."""
+
+    row: int
+    """Process, or device, that computed it."""
+    kind: str
+    """F, B, or in zero-bubble schedules I and W, the halves of B."""
+    micro: int
+    stage: int
+    start: float
+    """Seconds since the epoch, the clock that processes have in common."""
+    end: float
+
+
+class Timeline:
+    """Records the operations of this process.
+
+    Args:
+        row: the process.
+        device: its device.
+        traced: the steps to record; the first one has allocations and connections to make.
+    """
+
+    def __init__(self, row: int, device: torch.device, traced: range = range(1, 6)) -> None:
+        self.row, self.device, self.traced = row, device, traced
+        self.recording, self.count = False, 0
+        self.steps: list[list[Event]] = []
+
+    def begin(self) -> None:
+        """Start a step; those that `traced` names are recorded."""
+        self.recording = self.count in self.traced
+        self.count += 1
+        if self.recording:
+            self.steps.append([])
+
+    @contextmanager
+    def record(self, kind: str, micro: int, stage: int) -> Generator[None]:
+        """Record the body as one operation."""
+        if not self.recording:
+            yield
+            return
+        start = time.time()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.steps[-1].append(Event(self.row, kind, micro, stage, start, time.time()))
+
+
+def bubble(events: list[Event]) -> float:
+    """The share of the time between the first start and the last end in which processes do nothing."""
+    rows = len({event.row for event in events})
+    span = max(event.end for event in events) - min(event.start for event in events)
+    return 1 - sum(event.end - event.start for event in events) / (rows * span)
+
+
+def report_timeline(timeline: Timeline, report: Report, world: World, title: str) -> float | None:
+    """Write the picture and the trace of the recorded step with the median bubble; every rank calls this.
+
+    Returns:
+        The median of the measured bubbles, on the main rank.
+    """
+    steps = sorted((step for step in merged(gather(world, timeline.steps)) if step), key=bubble)
+    if not steps:
+        return None
+    step = steps[len(steps) // 2]
+    write(report.out, step, title)
+    report.log(f"measured bubble: {bubble(step):.1%}, median of {len(steps)} steps ({report.out / 'timeline.png'})")
+    return round(bubble(step), 4)
+
+
+def merged(held: list[list[list[Event]]]) -> list[list[Event]]:
+    """The events of each step of all processes, from what each of them recorded."""
+    return [[event for part in parts for event in part] for parts in zip(*held, strict=True)]
+
+
+def write(folder: Path, events: list[Event], title: str, rows: str = "process") -> None:
+    """Write timeline.png and trace.json.
+
+    Args:
+        folder: where to.
+        events: of one step, of all processes.
+        title: of the chart.
+        rows: what a row is.
+    """
+    start = min(event.start for event in events)
+    trace: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": row, "args": {"name": f"{rows} {row}"}}
+        for row in sorted({event.row for event in events})
+    ]
+    trace += [
+        {
+            "name": f"{event.kind}{event.micro}", "cat": NAMES[event.kind], "ph": "X", "pid": event.row, "tid": 0,
+            "ts": 1e6 * (event.start - start), "dur": 1e6 * (event.end - event.start),
+            "args": {"stage": event.stage, "micro-batch": event.micro},
+        }
+        for event in events
+    ]  # fmt: skip
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}) + "\n")
+    draw(folder / "timeline.png", {title: events}, rows)
+
+
+def draw(path: Path, charts: dict[str, list[Event]], rows: str = "process") -> None:
+    """Draw Gantt charts below each other, on one scale: time to the right, a bar per operation, white where idle."""
+    import matplotlib  # a second
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    counts = [len({event.row for event in events}) for events in charts.values()]
+    span = max(max(e.end for e in events) - min(e.start for e in events) for events in charts.values())
+    figure, axes = pyplot.subplots(
+        len(charts), 1, figsize=(11, sum(counts) * 0.5 + 1.0 * len(charts) + 0.4), squeeze=False, height_ratios=counts
+    )
+    for axis, (title, events) in zip(axes[:, 0], charts.items(), strict=True):
+        start = min(event.start for event in events)
+        axis.set_title(title, loc="left", fontsize=10)
+        for event in events:
+            left, width = 1e3 * (event.start - start), 1e3 * (event.end - event.start)
+            axis.barh(event.row, width, 0.8, left, color=COLOURS[event.kind], edgecolor="white", linewidth=0.5)
+            if width > 1e3 * span / 60:
+                axis.text(
+                    left + width / 2, event.row, str(event.micro), ha="center", va="center", fontsize=7, color="w"
+                )
+        axis.set(xlim=(0, 1e3 * span), yticks=sorted({event.row for event in events}), ylabel=rows)
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("milliseconds; the number is the micro-batch")
+    kinds = {e.kind for events in charts.values() for e in events}
+    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds]
+    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,183 @@
+"""Every engine and schedule against the un-split model: `python -m tests.examples.pipeline_job --nproc P`.
+
+Each case trains a few steps and compares loss, parameters and BatchNorm's statistics with a plain loop over the same
+micro-batches. A line is printed per case.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from tyro.conf import OmitArgPrefixes
+
+from common.flags import begin
+from common.launcher import Launch, Place
+from examples.resnet_pipeline.options import Cut
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of the job."""
+
+    cases: Literal["all", "hand", "replicas"] = "all"
+    """Which cases."""
+    launch: OmitArgPrefixes[Launch] = Launch()
+
+
+if __name__ == "__main__":
+    args, place = begin(Args, __doc__)
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from common.distributed import World, gather, launch, say, taking_part
+from common.precision import Numerics, Precision
+from examples.resnet_pipeline.grid import Grid, make_grid, sum_over_replicas
+from examples.resnet_pipeline.images import draw
+from examples.resnet_pipeline.model import build
+from examples.resnet_pipeline.parts import make_parts, make_pipeline, micro_batch_sizes
+from examples.resnet_pipeline.timeline import Timeline
+
+BATCH, STEPS, SIZE, CLASSES = 8, 2, 32, 10
+BASE = Cut(arch="resnet18", norm="group", balance="even")
+HAND = [
+    *(
+        replace(BASE, schedule=schedule, micro_batches=count)
+        for schedule in ("gpipe", "1f1b")
+        for count in (1, 3, 4)  # 8 samples: 8; 3, 3, 2; 2, 2, 2, 2
+    ),
+    replace(BASE, norm="batch"),
+    replace(BASE, norm="batch", micro_batches=3, balance="auto"),
+    replace(BASE, norm="frozen"),
+    replace(BASE, norm="batch", recompute=True),
+]
+TORCH = [
+    *(
+        replace(BASE, engine="torch", schedule=schedule, micro_batches=count)
+        for schedule, counts in {
+            "gpipe": (4, 3), "1f1b": (4, 3), "interleaved": (4,), "zero-bubble": (4,), "zbv": (8,)
+        }.items()
+        for count in counts
+    ),
+    replace(BASE, engine="torch", norm="batch"),
+    replace(BASE, engine="torch", norm="batch", recompute=True),
+]  # fmt: skip
+REPLICAS = [
+    replace(BASE, stages=2, micro_batches=2, norm=norm, engine=engine)
+    for norm in ("group", "batch")
+    for engine in ("hand", "torch")
+]
+
+
+def optimizer(parameters: list[nn.Parameter]) -> SGD:
+    return SGD(parameters, 0.05, 0.9, nesterov=True)
+
+
+@cache
+def reference(norm: str, count: int, replicas: int) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training of the un-split model without distributed code: gradients add up over the micro-batches."""
+    images, labels = samples()
+    torch.manual_seed(7)
+    model = build(BASE.arch, CLASSES, norm).train()
+    sgd = optimizer(list(model.parameters()))
+    losses = []
+    for step in range(STEPS):
+        loss = 0.0
+        for replica in range(replicas):
+            mine, theirs = (t[step, replica::replicas] for t in (images, labels))
+            sizes = micro_batch_sizes(len(mine), count)
+            for x, y in zip(mine.split(sizes), theirs.split(sizes), strict=True):
+                part = F.cross_entropy(model(x), y, reduction="sum") / BATCH
+                part.backward()
+                loss += part.item()
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(loss)
+    return model.state_dict(), losses
+
+
+def pipeline(
+    cut: Cut, grid: Grid, images: Tensor, labels: Tensor, numerics: Numerics, world: World
+) -> tuple[dict[str, Tensor], list[float], int]:
+    """Train by the example's code.
+
+    Returns:
+        This process's part of the state, its losses, and the micro-batches kept at most.
+    """
+    mine, theirs = (t[:, grid.replica :: grid.replicas] for t in (images, labels))
+    sizes = micro_batch_sizes(mine.shape[1], cut.micro_batches)
+    parts = make_parts(cut, 7, images[0, : sizes[0]], CLASSES, numerics, world, grid)
+    timeline = Timeline(world.rank, world.device, range(STEPS))
+    engine = make_pipeline(cut, parts, grid, mine.shape[1:], timeline)
+    sgd = optimizer([p for stage in parts.stages.values() for p in stage.parameters()])
+    losses = []
+    for x, y in zip(mine, theirs, strict=True):
+        timeline.begin()
+        losses.append(engine.step(x, y, sizes, BATCH).item())
+        sum_over_replicas(list(parts.stages.values()), grid)
+        sgd.step()
+        sgd.zero_grad()
+    computed = [(e.kind, e.stage, e.micro) for e in timeline.steps[-1]]
+    assert len(set(computed)) == len(computed) >= 2 * len(sizes), computed
+    return {k: v for s in parts.stages.values() for k, v in s.state_dict().items()}, losses, engine.most_kept
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    """Batches of all steps: images [S, B, 3, H, W] and labels [S, B]."""
+    data = [draw(BATCH, SIZE, seed) for seed in range(STEPS)]
+    return torch.stack([part.pixels for part in data]).float().sub_(90).div_(70), torch.stack([p.labels for p in data])
+
+
+def check(cut: Cut, grid: Grid, numerics: Numerics, world: World) -> None:
+    state, losses, kept = pipeline(cut, grid, *samples(), numerics, world)
+    held = gather(world, (state, losses, kept))
+    if not held:
+        return
+    expected, losses = reference(cut.norm, cut.micro_batches, grid.replicas)
+    whole = {name: tensor for part, _, _ in held for name, tensor in part.items()}
+    assert whole.keys() == expected.keys()
+    exact = all(torch.equal(whole[name], expected[name]) for name in expected)
+    # torch's engine fills micro-batches up; replicas add up in another order; a sum over samples is rounded differently
+    for name, tensor in expected.items():
+        averaged = grid.replicas > 1 and "running" in name  # of the replicas, where one model would see all in turn
+        if not averaged:
+            torch.testing.assert_close(
+                whole[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{cut}: {n}: {m}"
+            )
+    found = [sum(part[step] for _, part, _ in held) for step in range(STEPS)]
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
+    if cut.norm != "batch":  # then micro-batches do not matter: also equal to the full batch
+        full, _ = reference(cut.norm, 1, 1)
+        for name in full:
+            torch.testing.assert_close(whole[name], full[name], rtol=1e-3, atol=1e-4)
+    elif cut.micro_batches > 1:  # and here they do
+        full, _ = reference(cut.norm, 1, 1)
+        assert any((whole[name] - full[name]).abs().max() > 1e-3 for name in full if name.endswith("weight"))
+    most = [part[2] for part in held]
+    print(
+        f"equal{' bit by bit' if exact else ''}: {grid.replicas} x {grid.stages}, {cut.engine} {cut.schedule}, "
+        f"{cut.micro_batches} micro-batches, {cut.norm}{', recompute' if cut.recompute else ''}, kept {most}",
+        flush=True,
+    )
+
+
+def main_worker(local_rank: int, place: Place, args: Args) -> None:
+    with taking_part(place, local_rank) as world:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
+        )
+        numerics = Precision(precision="fp32").on(world.device)
+        cases = {"all": HAND + TORCH, "hand": [HAND[5]], "replicas": REPLICAS}[args.cases]
+        grid = make_grid(world, 2 if args.cases == "replicas" else None)
+        for cut in cases:
+            check(cut, grid, numerics, world)
+        say(world, f"{len(cases)} cases")
+
+
+if __name__ == "__main__":
+    sys.exit(launch(main_worker, place, args))
