@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from common.errors import Lost
+from common.errors import Lost, UserError
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.model import IGNORED, Stage
 from examples.resnet_pipeline.plan import Plan
@@ -72,9 +72,12 @@ class TorchPipeline:
             return criterion(logits.float(), labels) / self.total
 
         several = schedule not in ("gpipe", "1f1b")
-        self.schedule = SCHEDULES[schedule](
-            built if several else built[0], n_microbatches=count, loss_fn=loss, scale_grads=False
-        )
+        try:
+            self.schedule = SCHEDULES[schedule](
+                built if several else built[0], n_microbatches=count, loss_fn=loss, scale_grads=False
+            )
+        except ValueError as error:
+            raise UserError(f"--engine torch --schedule {schedule} --micro-batches {count}: {error}") from None
 
     def watch(self, stage: Any, index: int, timeline: Timeline) -> None:
         """Record the computations of a stage; torch has no public hook for that."""

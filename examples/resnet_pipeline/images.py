@@ -49,9 +49,9 @@ def draw(count: int, size: int, seed: int) -> Images:
 
     labels = torch.arange(count) % len(CLASSES)
     axis = torch.linspace(-1, 1, size)
-    y = axis[:, None] + between(-0.25, 0.25, 1, 1)  # [N, S, 1]
-    x = axis + between(-0.25, 0.25, 1, 1)  # [N, 1, S]
-    angle, scale = between(-0.3, 0.3, 1, 1), between(0.5, 0.75, 1, 1)
+    y = axis[:, None] + between(-0.12, 0.12, 1, 1)  # [N, S, 1]
+    x = axis + between(-0.12, 0.12, 1, 1)  # [N, 1, S]
+    angle, scale = between(-0.2, 0.2, 1, 1), between(0.6, 0.8, 1, 1)
     u = (x * angle.cos() - y * angle.sin()) / scale  # [N, S, S], coordinates in which the shape has the size 1
     v = (x * angle.sin() + y * angle.cos()) / scale
     radius, largest = (u * u + v * v).sqrt(), torch.maximum(u.abs(), v.abs())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.data import ImageData
 from common.distributed import World, say
 from common.errors import UserError
 from common.precision import Numerics
@@ -47,7 +48,7 @@ class Parts:
 
 
 def make_parts(
-    cut: Cut, seed: int, images: Tensor, classes: int, numerics: Numerics, world: World, grid: Grid
+    cut: Cut, seed: int, images: Tensor, data: ImageData, numerics: Numerics, world: World, grid: Grid
 ) -> Parts:
     """Plan the cut and build this process's stages.
 
@@ -57,8 +58,8 @@ def make_parts(
     Args:
         cut: what to build, and where to cut.
         seed: of the parameters.
-        images: one micro-batch to measure with, [B, 3, H, W], on the device.
-        classes: classes to tell apart.
+        images: a batch of one replica to measure with, [B, 3, H, W], on the device.
+        data: what is trained on.
         numerics: device and precision.
         world: this process's world.
         grid: this process's place.
@@ -71,13 +72,25 @@ def make_parts(
         owners += owners  # 0 1 2 0 1 2
     elif cut.schedule == "zbv":
         owners += reversed(owners)  # 0 1 2 2 1 0
+    count, last = (
+        cut.micro_batches,
+        -(-(len(data.train) % (len(images) * grid.replicas)) // grid.replicas) or len(images),
+    )
+    smallest = min(*micro_batch_sizes(len(images), count), *micro_batch_sizes(last, count))
+    if cut.norm == "batch" and smallest == 1 and images.shape[2] <= 32:  # then the last activations are of 1x1
+        raise UserError(
+            f"--micro-batches {count}: BatchNorm cannot normalise over one value, and there is a micro-batch of one "
+            f"sample; use fewer micro-batches, another --batch-size, or --norm group"
+        )
     if cut.norm == "frozen" and cut.weights is None:
         say(world, "warning: --norm frozen without --weights: there are no statistics yet, nothing is normalised")
-    sample = numerics.prepare(build(cut.arch, classes, cut.norm))
-    plan = make_plan(sample, images, numerics, world, len(owners), cut.balance, cut.cuts)
+    sample = numerics.prepare(build(cut.arch, data.classes, cut.norm))
+    plan = make_plan(
+        sample, images[: micro_batch_sizes(len(images), count)[0]], numerics, world, len(owners), cut.balance, cut.cuts
+    )
     del sample
     torch.manual_seed(seed)  # the same on all processes
-    model = build(cut.arch, classes, cut.norm)
+    model = build(cut.arch, data.classes, cut.norm)
     if cut.weights is not None:
         _load(model, cut.weights)
     separable = blocks(model)
@@ -87,7 +100,7 @@ def make_parts(
         if owners[index] == grid.stage
     }
     with torch.device("meta"):
-        unsplit = build(cut.arch, classes, cut.norm)
+        unsplit = build(cut.arch, data.classes, cut.norm)
     return Parts(plan, owners, stages, unsplit)
 
 

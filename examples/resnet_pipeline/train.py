@@ -112,7 +112,7 @@ def train(args: Args, world: World) -> None:
         shares = f"{grid.replicas} replica(s) x micro-batches of {', '.join(map(str, sizes))}"
         report.introduce(what, numerics, args.batch_size, shares)
         probe = numerics.images(torch.randn(batch, 3, args.image_size, args.image_size))  # [B, 3, H, W]
-        parts = make_parts(cut, args.seed, probe[: sizes[0]], data.classes, numerics, world, grid)
+        parts = make_parts(cut, args.seed, probe, data, numerics, world, grid)
         stages = list(parts.stages.values())
         for line in describe(parts.plan, cut.schedule, grid.stages, len(sizes), sizes[0]):
             report.log(line)

@@ -1,0 +1,287 @@
+"""resnet_pipeline against the un-split model, against itself at other numbers of stages, and against damage."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from common.proof import parameter_hash
+from examples.resnet_pipeline.images import CLASSES, draw
+from examples.resnet_pipeline.parts import micro_batch_sizes
+from examples.resnet_pipeline.plan import balanced, simulate
+from examples.resnet_pipeline.schedule import SCHEDULES, Op
+from tests.conftest import ROOT, Programs
+
+JOB = ("-m", "tests.examples.pipeline_job")
+TRAIN = ("-m", "examples.resnet_pipeline.train")
+# 30 images in batches of 8: three whole batches and one of 6, each in 3 micro-batches
+SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3, "--epochs", 2, "--lr", 0.02,
+         "--norm", "group", "--precision", "fp32", "--threads", 1)  # fmt: skip
+SCHEDULE = "examples/resnet_pipeline/schedule.py"
+NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
+Result = dict[str, Any]
+Eventually = Callable[[Callable[[], object], float, str], None]
+
+
+def result(out: Path) -> Result:
+    return json.loads((out / "result.json").read_text())
+
+
+def losses(out: Path) -> list[float]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss/train"] for record in records if "loss/train" in record]
+
+
+# ------------------------------------------------------------------------------------------------- the engines
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_engine_and_schedule_equals_the_unsplit_model(programs: Programs, stages: int) -> None:
+    """Parameters after two steps: bit for bit; with BatchNorm over the micro-batches, its statistics too."""
+    done = programs.run(*JOB, "--nproc", stages, limit=200)
+    lines = re.findall(r"^equal bit by bit: 1 x \d, .*$", done.stdout, re.MULTILINE)
+    assert f"{len(lines)} cases" in done.stdout, done.stdout
+    kept = {schedule: re.findall(rf"hand {schedule}, 4 micro-batches, group, kept \[(.*)\]", done.stdout)[0]
+            for schedule in SCHEDULES}  # fmt: skip
+    assert kept["gpipe"] == ", ".join(["4"] * stages), "GPipe keeps the activations of all micro-batches"
+    assert kept["1f1b"] == ", ".join(str(min(4, stages - s)) for s in range(stages)), "1F1B of those behind it"
+
+
+def test_replicas_of_a_pipeline_equal_the_unsplit_model(programs: Programs) -> None:
+    """2 stages x 2 replicas: the gradients of 8 samples, whoever computed them."""
+    assert "3 cases" in programs.run(*JOB, "--nproc", 4, "--cases", "replicas").stdout
+
+
+@settings(deadline=None)
+@given(stages=st.integers(1, 6), count=st.integers(1, 9))
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_complete_and_never_waits_for_itself(name: str, stages: int, count: int) -> None:
+    for stage in range(stages):
+        ops = SCHEDULES[name](stage, stages, count)
+        assert sorted(ops) == sorted(Op(kind, i) for kind in ("F", "B") for i in range(count))
+        for kind in ("F", "B"):
+            assert [op.micro for op in ops if op.kind == kind] == list(range(count)), "in the order of the neighbours"
+        assert all(ops.index(Op("F", i)) < ops.index(Op("B", i)) for i in range(count))
+    span = simulate(name, [1.0] * stages, [2.0] * stages, count)  # ends: no stage waits for ever
+    assert span == pytest.approx(3 * (count + stages - 1)), "the bubble is (P-1)/(M+P-1)"
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=4, max_size=9), st.integers(1, 4))
+def test_no_cut_is_better_than_the_balanced_one(costs: list[float], stages: int) -> None:
+    def slowest(starts: tuple[int, ...]) -> float:
+        return max(sum(costs[a:b]) for a, b in zip(starts, (*starts[1:], len(costs)), strict=True))
+
+    every = [(0, *points) for points in combinations(range(1, len(costs)), stages - 1)]
+    assert slowest(tuple(balanced(costs, stages))) == pytest.approx(min(map(slowest, every)))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_micro_batches_make_up_the_batch(samples: int, count: int) -> None:
+    sizes = micro_batch_sizes(samples, count)
+    assert sum(sizes) == samples
+    assert len(sizes) == min(samples, count)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_drawn_images_are_repeatable_and_differ() -> None:
+    images = draw(40, 24, seed=0)
+    assert images.pixels.shape == (40, 3, 24, 24)
+    assert torch.equal(images.pixels, draw(40, 24, seed=0).pixels)
+    assert not torch.equal(images.pixels, draw(40, 24, seed=1).pixels)
+    assert images.labels.bincount().tolist() == [4] * len(CLASSES)
+
+
+# ------------------------------------------------------------------------------------------------- the mutations
+
+
+def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
+    """A copy of the project in which one thing is broken: (file, before, after)."""
+    for name in ("common", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, old, new in changes:
+        source = (folder / path).read_text()
+        assert old in source
+        (folder / path).write_text(source.replace(old, new))
+    return folder
+
+
+MUTATIONS = {
+    "wrong micro-batch order": (SCHEDULE, "self.labels[op.micro]", "self.labels[-1 - op.micro]"),
+    "lost gradient": (SCHEDULE, "            y.backward(gradient)", "            self.last and y.backward(gradient)"
+                      "\n        x.grad = x.grad if x.grad is not None or self.first else torch.zeros_like(x)"),
+    "lost gradient of one micro-batch": (
+        SCHEDULE, "y.backward(gradient)", "(op.micro != 1 or not self.first) and y.backward(gradient)"),
+    "stale activation": (SCHEDULE, "        return message.tensor",
+                         "        stale, self.stale = getattr(self, 'stale', message.tensor), message.tensor\n"
+                         "        return stale if op.kind == 'F' else message.tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_schedule_is_seen(programs: Programs, tmp_path: Path, name: str) -> None:
+    broken = mutated(tmp_path, MUTATIONS[name])
+    done = programs.run(*JOB, "--nproc", 2, "--cases", "hand", cwd=broken, code=1, env={"PYTHONPATH": str(ROOT)})
+    assert "Tensor-likes are not close" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- the program
+
+
+@pytest.fixture(scope="module")
+def trained(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same training, cut in several ways."""
+    ways = {
+        "1": (),
+        "2": ("--nproc", 2),
+        "3 gpipe": ("--nproc", 3, "--schedule", "gpipe", "--cuts", "layer1.1", "layer4.0"),
+        "2 zbv": ("--nproc", 2, "--engine", "torch", "--schedule", "zbv"),
+    }
+    outs = {}
+    for name, flags in ways.items():
+        outs[name] = tmp_path_factory.mktemp("trained")
+        shared_programs.run(*TRAIN, *SMALL, *flags, "--out", outs[name])
+    return outs
+
+
+def test_however_it_is_cut_the_result_is_the_same(trained: dict[str, Path]) -> None:
+    found = {name: result(out) for name, out in trained.items()}
+    expected = found["1"]
+    assert {name: value["parameter_hash"] for name, value in found.items()} == dict.fromkeys(
+        found, expected["parameter_hash"]
+    )
+    for name, out in trained.items():
+        assert losses(out) == pytest.approx(losses(trained["1"]), rel=1e-6)
+        assert found[name]["metrics"] == expected["metrics"]
+        assert (out / "predictions.csv").read_text() == (trained["1"] / "predictions.csv").read_text()
+    assert [value["stages"] for value in found.values()] == [1, 2, 3, 2]
+    assert (expected["steps"], expected["global_batch"], expected["train_samples"]) == (8, 8, 30)
+    assert found["3 gpipe"]["most_kept"] == [3, 3, 3]
+    assert found["2"]["most_kept"] == [2, 1]
+    assert 0 < found["2"]["bubble"] < 1
+
+
+def test_the_unsplit_model_loads_what_a_pipeline_leaves(trained: dict[str, Path]) -> None:
+    out = trained["3 gpipe"]
+    model = torchvision.models.resnet18(num_classes=10, norm_layer=lambda c: torch.nn.GroupNorm(32, c))
+    newest = max((out / "checkpoints").glob("step-*.pt"))
+    model.load_state_dict(torch.load(newest, weights_only=True)["model"])
+    assert parameter_hash(model) == result(out)["parameter_hash"]
+    assert load_file(out / "best.safetensors").keys() == model.state_dict().keys()
+
+
+def test_the_timeline_shows_every_operation(trained: dict[str, Path]) -> None:
+    for name, processes in (("2", 2), ("2 zbv", 2), ("3 gpipe", 3)):
+        events = json.loads((trained[name] / "trace.json").read_text())["traceEvents"]
+        work = [event for event in events if event["ph"] == "X"]
+        assert {event["pid"] for event in work} == set(range(processes))
+        assert all(event["dur"] > 0 and event["ts"] >= 0 for event in work)
+        for process in range(processes):
+            mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in work if e["pid"] == process)
+            assert all(end <= start for (_, end), (start, _) in pairwise(mine)), "one after another"
+        stages = {event["args"]["stage"] for event in work}
+        forwards = [(e["args"]["stage"], e["args"]["micro-batch"]) for e in work if e["cat"] == "forward"]
+        assert sorted(forwards) == [(stage, micro) for stage in sorted(stages) for micro in range(3)]
+        assert (trained[name] / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_replicas_agree_or_the_run_fails(programs: Programs, tmp_path: Path, trained: dict[str, Path]) -> None:
+    flags = (*TRAIN, *SMALL, "--nproc", 4, "--stages", 2, "-m", 2)
+    programs.run(*flags, "--out", tmp_path / "out")
+    assert result(tmp_path / "out")["replicas"] == 2
+    # other sums than with one replica, and rounding is amplified from step to step
+    assert losses(tmp_path / "out") == pytest.approx(losses(trained["1"]), rel=2e-2)
+    broken = mutated(
+        tmp_path / "broken",
+        ("examples/resnet_pipeline/train.py", "sum_over_replicas(stages, grid)", "pass"),
+    )
+    done = programs.run(*flags, "--epochs", 1, "--out", tmp_path / "broken-out", cwd=broken, code=1)
+    assert "ProofError: the replicas differ: rank(s) 2 hold other parameters than rank 0" in done.stderr
+
+
+def newest_step(out: Path) -> int:
+    return max((int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("step-*.pt")), default=0)
+
+
+def test_interrupted_and_resumed_at_another_number_of_stages(
+    programs: Programs, tmp_path: Path, trained: dict[str, Path], eventually: Eventually
+) -> None:
+    flags = (*TRAIN, *SMALL, "--out", tmp_path, "--checkpoint-every", 1, "--resume", "auto")
+    process = programs.start(*flags, "--nproc", 3)
+    eventually(lambda: newest_step(tmp_path) >= 2, 100, "step 2")
+    process.send_signal(signal.SIGTERM)
+    done = programs.finish(process, 143)
+    stopped = re.search(r"stopped by SIGTERM: checkpoint at step (\d+); go on with --resume auto\n", done.stderr)
+    assert stopped
+    step = int(stopped[1])
+    assert step < 8
+    resumed = programs.run(*flags, "--nproc", 2)
+    assert f"at step {step}" in resumed.stdout
+    assert result(tmp_path)["parameter_hash"] == result(trained["1"])["parameter_hash"]
+    assert losses(tmp_path) == pytest.approx(losses(trained["1"]), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- the faults
+
+
+def worker(programs: Programs, rank: int) -> int:
+    """The process of a rank: the children of the server from which workers are forked start in the order of ranks."""
+    server = [pid for pid, command in programs.left().items() if "forkserver" in command]
+    children = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/stat")
+        if int(path.read_text().rsplit(")", 1)[1].split()[1]) in server
+    ]
+    return sorted(children)[rank]
+
+
+@pytest.mark.parametrize(("signum", "what"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "was silent for 4 s")])
+def test_a_lost_stage_is_named_and_ends_all(
+    programs: Programs, tmp_path: Path, eventually: Eventually, signum: signal.Signals, what: str
+) -> None:
+    flags = ("--epochs", 500, "--timeout", 4, "--checkpoint-every", 1)
+    process = programs.start(*TRAIN, *SMALL, *flags, "--nproc", 3, "--out", tmp_path)
+    eventually(lambda: newest_step(tmp_path) >= 2, 100, "step 2")
+    started = time.monotonic()
+    os.kill(worker(programs, 1), signum)
+    done = programs.finish(process, 1)
+    assert time.monotonic() - started < 4 + 8, "the timeout, and two seconds for others to report"
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: rank")]
+    assert len(lines) == 1, done.stderr
+    assert f"stage 1 of 3 (rank 1) {what} while stage " in lines[0], lines[0]
+    assert "Traceback" not in done.stderr
+    assert programs.gone(within=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--nproc", 3, "--stages", 2], "--stages 2: it must divide the 3 processes"),
+        (["--nproc", 2, "--stages", 1, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 replicas"),
+        (["--schedule", "zbv"], "--schedule zbv needs --engine torch"),
+        (["--nproc", 2, "--cuts", "layer9.0"], "--cuts layer9.0: no block of this name; a stage may begin with layer1"),
+        (["--nproc", 2, "--cuts", "layer1.0", "layer2.0"], r"--cuts: 2 stages need 1 cut\(s\), 2 were given"),
+        (["--dataset", "nowhere"], "--dataset nowhere: give shapes, or a folder"),
+        (["--weights", "nowhere"], "--weights nowhere cannot be read"),
+        (["--norm", "batch", "-b", 3, "-m", 3], "BatchNorm cannot normalise over one value"),
+        (["--nproc", 4, "--engine", "torch", "-b", 8, "-m", 2], "--engine torch --schedule 1f1b --micro-batches 2"),
+    ],
+)
+def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[object], words: str) -> None:
+    done = programs.run(*TRAIN, "-a", "resnet18", "--image-size", 32, *flags, "--out", tmp_path, code=2)
+    line = done.stderr.replace(NO_GPU, "")
+    assert re.fullmatch(rf"error: .*{words}.*\n", line), line
