@@ -1,0 +1,95 @@
+"""Model parallelism in its smallest form: two layers on two devices, and who waits for whom.
+
+The first layer lives on one device, the second on another; the input is sent to the first, the activations are moved
+to the second, and the labels must be where the output is. (The other way to use two devices, data parallelism, has
+the whole model on each.) On a machine without two GPUs both "devices" are the CPU, and the program is the same.
+
+    python -m examples.resnet_pipeline.toy
+    python -m examples.resnet_pipeline.toy --devices cuda:0 cuda:1
+"""
+
+from dataclasses import dataclass
+
+from common.errors import UserError
+from common.flags import at_least, fail, parse
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of this program."""
+
+    devices: tuple[str, str] | None = None
+    """Devices of the two layers (default: two GPUs if there are, else the CPU twice)."""
+    steps: int = 20
+    """Optimizer steps."""
+
+    def __post_init__(self) -> None:
+        at_least(1, steps=self.steps)
+
+
+if __name__ == "__main__":
+    args = parse(Args, description=__doc__)
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+
+class ToyModel(nn.Module):
+    """Linear, ReLU, linear: 10 -> 10 on the first device, 10 -> 5 on the second."""
+
+    def __init__(self, first: torch.device, second: torch.device) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.layer1 = nn.Linear(10, 10).to(first)
+        self.layer2 = nn.Linear(10, 5).to(second)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, 10] from anywhere to [B, 5] on the second device."""
+        x = torch.relu(self.layer1(x.to(self.first)))
+        return self.layer2(x.to(self.second))  # autograd moves the gradient back the same way
+
+
+def choose(names: tuple[str, str] | None) -> tuple[torch.device, torch.device]:
+    """The devices to use.
+
+    Raises:
+        UserError: a device that this machine does not have.
+    """
+    if names is None:
+        names = ("cuda:0", "cuda:1") if torch.cuda.device_count() > 1 else ("cpu", "cpu")
+    try:
+        first, second = (torch.empty(0, device=name).device for name in names)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--devices {' '.join(names)}: {str(error).splitlines()[0]}") from None
+    return first, second
+
+
+def main(args: Args) -> None:
+    """Train the toy and say where everything is."""
+    first, second = choose(args.devices)
+    torch.manual_seed(0)
+    model = ToyModel(first, second)
+    optimizer = SGD(model.parameters(), lr=0.05)  # parameters on two devices are no problem for it
+    x, target = torch.randn(20, 10), torch.randn(20, 5).to(second)  # labels where the output is
+    losses = []
+    for _ in range(args.steps):
+        output = model(x)
+        loss = nn.functional.mse_loss(output, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    print(f"layer1 on {model.layer1.weight.device}, layer2, output and labels on {output.device}")
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} after {args.steps} steps")
+    whole = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))  # the same model, not cut
+    whole.load_state_dict(dict(zip(whole.state_dict(), model.state_dict().values(), strict=True)))
+    distance = (whole(x) - model(x).cpu()).abs().max().item()
+    print(f"the un-split model with these parameters gives the same output: largest difference {distance:.1e}")
+
+
+if __name__ == "__main__":
+    try:
+        main(args)
+    except UserError as mistake:
+        fail(mistake)
