@@ -20,7 +20,7 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.errors import Stopped
-from common.flags import at_least, begin, share
+from common.flags import at_least, begin
 from common.launcher import Launch, Place
 from common.precision import Precision
 from examples.resnet_pipeline.options import Cut
@@ -32,20 +32,18 @@ class Args:
 
     dataset: str = "shapes"
     """shapes (drawn in memory), or a folder with train/CLASS/*.jpg and val/CLASS/*.jpg."""
-    image_size: Annotated[int, arg(metavar="PIXELS")] = 64
+    image_size: Annotated[int, arg(metavar="PIXELS")] = 32
     """Height and width of the images."""
     images: Annotated[int, arg(metavar="N")] = 480
     """Images to draw for training, and half as many for the test."""
-    epochs: Annotated[int, arg(metavar="N")] = 5
+    epochs: Annotated[int, arg(metavar="N")] = 4
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 32
     """GLOBAL batch size in samples, divided by the number of replicas."""
-    lr: float = 0.1
+    lr: float = 1e-3
     """Highest learning rate of the one-cycle schedule."""
-    momentum: float = 0.9
-    """Momentum of SGD (Nesterov's)."""
-    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 5e-4
-    """L2 penalty."""
+    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 0.01
+    """Weight decay of AdamW."""
     seed: int = 0
     """Seed of parameters and sample order."""
     workers: Annotated[int, arg(aliases=["-j"], metavar="N")] = 0
@@ -64,7 +62,6 @@ class Args:
         at_least(1, images=self.images, image_size=self.image_size, epochs=self.epochs, batch_size=self.batch_size)
         at_least(1, checkpoint_every=self.checkpoint_every)
         at_least(0, workers=self.workers, lr=self.lr, seed=self.seed, weight_decay=self.weight_decay)
-        share(momentum=self.momentum)
 
 
 if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, workers start meanwhile
@@ -72,7 +69,7 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 import torch.distributed as dist
-from torch.optim import SGD, lr_scheduler
+from torch.optim import AdamW, lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common.checkpoint import Checkpoints
@@ -128,12 +125,10 @@ def train(args: Args, world: World) -> None:
             dataset, batch, sampler=sampler, num_workers=args.workers if parts.first else 0, collate_fn=data.normalise,
             worker_init_fn=seed_loader_worker, pin_memory=world.device.type == "cuda", generator=generator,
         )  # fmt: skip
-        optimizer = SGD(
-            [parameter for stage in stages for parameter in stage.parameters()], args.lr, args.momentum,
-            weight_decay=args.weight_decay, nesterov=args.momentum > 0,
-        )  # fmt: skip
+        parameters = [parameter for stage in stages for parameter in stage.parameters()]
+        optimizer = AdamW(parameters, args.lr, weight_decay=args.weight_decay)
         schedule = lr_scheduler.OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
-        same = ("dataset", "image_size", "images", "batch_size", "epochs", "lr", "momentum", "weight_decay", "seed")
+        same = ("dataset", "image_size", "images", "batch_size", "epochs", "lr", "weight_decay", "seed")
         config = {name: getattr(args, name) for name in same} | numerics.settings
         config |= {"arch": cut.arch, "norm": cut.norm, "micro_batches": len(sizes), "replicas": grid.replicas}
         whole = Whole(parts.stages, optimizer, parts.unsplit, grid, world)

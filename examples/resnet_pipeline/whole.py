@@ -85,13 +85,16 @@ class Whole:
     @property
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """Model and optimizer as a checkpoint wants them; their state is what `gather` has brought."""
-        return {"model": _Half(self, "model", self._load_model), "optimizer": _Half(self, "optimizer", self._load_sgd)}
+        return {
+            "model": _Half(self, "model", self._load_model),
+            "optimizer": _Half(self, "optimizer", self._load_optimizer),
+        }
 
     def _load_model(self, state: Mapping[str, Any]) -> None:
         for stage in self.stages.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict()})
 
-    def _load_sgd(self, state: Mapping[str, Any]) -> None:
+    def _load_optimizer(self, state: Mapping[str, Any]) -> None:
         numbered = {n: state["state"][name] for n, name in enumerate(self.names) if name in state["state"]}
         groups = [state["group"] | {"params": list(range(len(self.names)))}]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})

@@ -28,7 +28,7 @@ from tests.conftest import ROOT, Programs
 JOB = ("-m", "tests.examples.pipeline_job")
 TRAIN = ("-m", "examples.resnet_pipeline.train")
 # 30 images in batches of 8: three whole batches and one of 6, each in 3 micro-batches
-SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3, "--epochs", 2, "--lr", 0.02,
+SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3, "--epochs", 2, "--lr", 0.001,
          "--norm", "group", "--precision", "fp32", "--threads", 1)  # fmt: skip
 SCHEDULE = "examples/resnet_pipeline/schedule.py"
 NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
@@ -52,8 +52,10 @@ def losses(out: Path) -> list[float]:
 def test_every_engine_and_schedule_equals_the_unsplit_model(programs: Programs, stages: int) -> None:
     """Parameters after two steps: bit for bit; with BatchNorm over the micro-batches, its statistics too."""
     done = programs.run(*JOB, "--nproc", stages, limit=200)
-    lines = re.findall(r"^equal bit by bit: 1 x \d, .*$", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^equal( bit by bit)?: 1 x \d, (.*)$", done.stdout, re.MULTILINE)
     assert f"{len(lines)} cases" in done.stdout, done.stdout
+    rounded = [case for exact, case in lines if not exact]  # torch's engine fills 8 samples up to 5 micro-batches of 2
+    assert all(re.match(r"torch (gpipe|1f1b), 5 micro-batches", case) for case in rounded), rounded
     kept = {schedule: re.findall(rf"hand {schedule}, 4 micro-batches, group, kept \[(.*)\]", done.stdout)[0]
             for schedule in SCHEDULES}  # fmt: skip
     assert kept["gpipe"] == ", ".join(["4"] * stages), "GPipe keeps the activations of all micro-batches"
