@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -35,6 +35,33 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
+class ContiguousGradient(torch.autograd.Function):
+    """The identity, with a contiguous gradient: torch sends no other tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        """A tensor as it is."""
+        return args[0].view_as(args[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        """A copy where it is needed."""
+        return grad_outputs[0].contiguous()
+
+
+class ChannelsLast(nn.Module):
+    """A stage that exchanges activations as [B, H, W, C], which is the order of their memory."""
+
+    def __init__(self, stage: Stage, first: bool, last: bool) -> None:
+        super().__init__()
+        self.stage, self.first, self.last = stage, first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the stage."""
+        y = self.stage(x if self.first else ContiguousGradient.apply(x).permute(0, 3, 1, 2))
+        return y if self.last else y.permute(0, 2, 3, 1).clone()  # torch detaches it in place, which a view forbids
+
+
 class TorchPipeline:
     """The stages of one process, run by torch.
 
@@ -58,13 +85,16 @@ class TorchPipeline:
         self.batch = micro * count
         shapes = [((micro, *images[1:]), torch.float32)]
         shapes += [((micro, *part.shape), part.dtype) for part in plan.stages]
+        if next(iter(stages.values())).numerics.channels_last:
+            shapes[1:-1] = [((n, h, w, c), dtype) for (n, c, h, w), dtype in shapes[1:-1]]
         built = []
         for index, stage in stages.items():
             x, y = (torch.empty(shape, dtype=dtype, device=grid.device) for shape, dtype in shapes[index : index + 2])
             x.requires_grad_(index > 0)
             y.requires_grad_()
-            last = len(plan.stages)
-            built.append(PipelineStage(stage, index, last, grid.device, (x,), (y,), group=grid.pipeline))
+            count_all = len(plan.stages)
+            module = ChannelsLast(stage, index == 0, index == count_all - 1) if stage.numerics.channels_last else stage
+            built.append(PipelineStage(module, index, count_all, grid.device, (x,), (y,), group=grid.pipeline))
             self.watch(built[-1], index, timeline)
         self.first, self.last = 0 in stages, len(plan.stages) - 1 in stages
 
