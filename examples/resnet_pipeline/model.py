@@ -82,6 +82,7 @@ class Stage(nn.Module):
         self.names = [name for part in parts for name, _ in part]
         self.numerics = numerics
         self.recompute = recompute
+        self.compute = torch.compile(self._run) if numerics.compile else self._run
         for part in parts:
             for name, module in part:
                 parent, _, leaf = name.rpartition(".")
@@ -93,10 +94,10 @@ class Stage(nn.Module):
         """Images [B, 3, H, W] or activations in; activations [B, C, H', W'] or logits [B, classes] out."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(
-                self._run, x, use_reentrant=False, preserve_rng_state=False,  # ResNets draw no random numbers
+                self.compute, x, use_reentrant=False, preserve_rng_state=False,  # ResNets draw no random numbers
                 context_fn=lambda: (contextlib.nullcontext(), statistics_kept(self)),
             )  # fmt: skip
-        return self._run(x)
+        return self.compute(x)
 
     def _run(self, x: Tensor) -> Tensor:
         with self.numerics.autocast():

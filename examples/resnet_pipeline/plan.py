@@ -85,7 +85,7 @@ def measure(model: nn.Module, images: Tensor, numerics: Numerics, repeats: int =
     found, x = [], images
     parameters = {p.data_ptr() for p in model.parameters()}
     for part in blocks(model):
-        stage, times = Stage([part], numerics), []
+        stage, times = Stage([part], replace(numerics, compile=False)), []
         kept: dict[int, int] = {}
         for _ in range(repeats + 1):
             held: list[Tensor] = []  # alive until all are counted, or an address could be given out twice

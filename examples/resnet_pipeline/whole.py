@@ -51,7 +51,10 @@ class Whole:
         mine = {
             "model": {k: v.detach().cpu() for s in self.stages.values() for k, v in s.state_dict().items()},
             "optimizer": {
-                "state": {self.names[number]: value for number, value in state["state"].items()},
+                "state": {
+                    self.names[number]: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in values.items()}
+                    for number, values in state["state"].items()
+                },
                 "group": {k: v for k, v in state["param_groups"][0].items() if k != "params"},
             },
         }
