@@ -343,8 +343,9 @@ def draw_speed(path: Path, result: dict[str, Any], args: Args, title: str) -> No
     left.plot(args.micro_batches, [2 * m / (m + 1) for m in args.micro_batches], ":", color="grey", label="P M/(M+P-1)")
     left.set(xscale="log", xticks=args.micro_batches, xticklabels=args.micro_batches, ylim=(0, 2),
              xlabel=f"micro-batches of a batch of {args.batch_size}", ylabel="times as fast as one core")  # fmt: skip
+    left.minorticks_off()
     left.grid(alpha=0.3)
-    left.legend(fontsize=7)
+    left.legend(fontsize=7, ncols=2, loc="lower left")
     names = [f"hand 1f1b {count}" for count in args.micro_batches]
     bottoms = [0.0] * len(names)
     for part, colour in PARTS.items():

@@ -37,6 +37,7 @@ __all__ = [
     "Stop",
     "World",
     "agree",
+    "from_main",
     "gather",
     "launch",
     "main_first",
@@ -521,6 +522,13 @@ def gather(world: World, value: Value) -> list[Value]:
     everybody: list[Any] | None = [None] * world.size if world.is_main else None
     dist.gather_object(value, everybody)
     return everybody or []
+
+
+def from_main(world: World, compute: Callable[[], Value]) -> Value:
+    """Compute on the main rank only, while the others wait, and give the result to all."""
+    shared: list[Any] = [compute() if world.is_main else None]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def agree(world: World, value: Value, what: str) -> Value:

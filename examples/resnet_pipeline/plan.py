@@ -7,10 +7,9 @@ from functools import lru_cache
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.distributed import World
+from common.distributed import World, from_main
 from common.errors import UserError
 from common.precision import Numerics
 from examples.resnet_pipeline.model import Stage, blocks, cut_points
@@ -164,11 +163,10 @@ def make_plan(
     if cuts and len(starts) != stages:
         raise UserError(f"--cuts: {stages} stages need {stages - 1} cut(s), {len(cuts)} were given")
     repeats = 3 if balance == "auto" and not cuts else 1
-    shared: list[tuple[Part, ...]] = [measure(model, images, numerics, repeats) if world.is_main else ()]
-    dist.broadcast_object_list(shared)
+    parts = from_main(world, lambda: measure(model, images, numerics, repeats))
     if not cuts:
-        starts = balanced([part.seconds if balance == "auto" else 1.0 for part in shared[0]], stages)
-    return Plan(shared[0], tuple(starts))
+        starts = balanced([part.seconds if balance == "auto" else 1.0 for part in parts], stages)
+    return Plan(parts, tuple(starts))
 
 
 def simulate(schedule: str, forward: Sequence[float], backward: Sequence[float], count: int) -> float:
