@@ -16,6 +16,7 @@ import torch
 import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import load_file
 
 from common.proof import parameter_hash
@@ -216,8 +217,8 @@ def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path) ->
         for number in range(count):
             folder = tmp_path / part / ("cat", "dog")[number % 2]
             folder.mkdir(parents=True, exist_ok=True)
-            pixels = torch.randint(0, 256, (3, 40 + number, 60), dtype=torch.uint8)
-            torchvision.io.write_png(pixels, str(folder / f"{number}.png"))
+            pixels = torch.randint(0, 256, (40 + number, 60, 3), dtype=torch.uint8)
+            Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
     flags = ("-a", "resnet18", "--nproc", 2, "-b", 4, "-m", 2, "--epochs", 1, "--workers", 1, "--norm", "group")
     programs.run(*TRAIN, *flags, "--dataset", tmp_path, "--out", tmp_path / "out")
     found = result(tmp_path / "out")
