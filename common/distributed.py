@@ -37,6 +37,7 @@ __all__ = [
     "Stop",
     "World",
     "agree",
+    "end_with_parent",
     "launch",
     "main_first",
     "meet",
@@ -64,6 +65,8 @@ class World:
     backend: str
     """`gloo`, or `nccl` (collectives on CPU tensors then still go through gloo)."""
     timeout: datetime.timedelta
+    cores: int
+    """CPU cores that this process may use, its share of the machine's."""
     store: dist.Store
     place: Place
 
@@ -247,7 +250,8 @@ def connect(place: Place) -> World:
     store.add(f"machine {machine()}", 1)
     _await_all(store, place, flags.timeout)
     neighbours = store.add(f"machine {machine()}", 0)
-    torch.set_num_threads(flags.threads or _chosen_threads(place) or max(1, cores() // neighbours))
+    share = max(1, cores() // neighbours)
+    torch.set_num_threads(flags.threads or _chosen_threads(place) or share)
     return World(
         rank=place.rank,
         size=place.size,
@@ -257,6 +261,7 @@ def connect(place: Place) -> World:
         device=device,
         backend=backend,
         timeout=timeout,
+        cores=share,
         store=store,
         place=place,
     )
@@ -360,7 +365,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     then the process ends with exit code 2 or 1 (128 + n after signal n), without waiting for the others.
     """
     place = place.worker(local_rank)
-    _end_with_parent()
+    end_with_parent()
     for signum in STOPPING:
         signal.signal(signum, _stop_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
@@ -402,7 +407,7 @@ def _speaks_first(world: World | None, place: Place) -> bool:
         return True
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process at once when the one that spawned it is killed: nobody would wait for it any more."""
     parent = std_mp.parent_process()
     if parent is None:

@@ -16,7 +16,7 @@ import multiprocessing
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from typing import Annotated, Literal
@@ -295,7 +295,7 @@ def cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def preload(place: Place) -> None:
+def preload(place: Place, also: Sequence[str] = ()) -> None:
     """Start the server from which workers are forked, so that it imports torch while this process does.
 
     Costs one process; saves every worker the seconds of `import torch`. Importing does not initialise CUDA, so
@@ -304,7 +304,7 @@ def preload(place: Place) -> None:
     if place.spawns:
         # DistributedDataParallel imports torch._dynamo, another second, when it wraps a model.
         modules = ("launcher", "data", "metrics", "report")
-        multiprocessing.set_forkserver_preload([*(f"common.{name}" for name in modules), "torch._dynamo"])
+        multiprocessing.set_forkserver_preload([*(f"common.{name}" for name in modules), "torch._dynamo", *also])
         resource_tracker.ensure_running()  # here, because it opens the signal mask
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while the server imports: only we react
         forkserver.ensure_running()
