@@ -31,14 +31,13 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
-from torchvision.io import ImageReadMode, decode_jpeg
 
 from common.distributed import World, main_first, say
 from common.errors import UserError
 from common.pixel_cache import PixelCache, pixel_cache
 
 # nvimgcodec decodes a region of a JPEG without computing the rest; it has no wheel for macOS.
-DECODER = "nvimgcodec" if importlib.util.find_spec("nvidia.nvimgcodec") else "torchvision"
+DECODER = "nvimgcodec" if importlib.util.find_spec("nvidia.nvimgcodec") else "Pillow"
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # RandomResizedCrop's: share of the area, width / height
 KEPT = 224 / 256  # what CenterCrop(224) keeps of the shorter side after Resize(256)
 
@@ -397,19 +396,14 @@ def decode(content: bytes, box: Box) -> Pixels:
     """
     top, left, rows, columns = box
     header = _jpeg_header(content)
-    if header is None or header[2] == 4:  # CMYK: libraries differ in how they convert it, Pillow is the reference
+    # CMYK (4 components): libraries differ in how they convert it, and Pillow is the reference.
+    if header is None or header[2] == 4 or DECODER == "Pillow":
         with _opened(content) as image:
             try:
                 whole = np.asarray(image.convert("RGB"))
             except (OSError, SyntaxError, ValueError) as error:
                 raise BrokenImageError(str(error)) from None
         return whole[top : top + rows, left : left + columns]
-    if DECODER == "torchvision":
-        try:
-            pixels: Any = decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), ImageReadMode.RGB)
-        except RuntimeError as error:
-            raise BrokenImageError(str(error).splitlines()[0]) from None
-        return pixels.permute(1, 2, 0).numpy()[top : top + rows, left : left + columns]
     library, decoder, parameters = _decoders.get()
     region = library.Region(top, left, top + rows, left + columns)
     decoded = decoder.decode(library.CodeStream(content).get_sub_code_stream(region=region), params=parameters)

@@ -126,17 +126,17 @@ def _make(folder: Path, chunk: int, count: int, decode: Callable[[int], Pixels |
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0
-        if _open(path) is not None:
-            return 0
-        temporary = folder / f".{path.name}.tmp"  # ours: we have the lock
-        try:
-            with temporary.open("wb") as file:
-                _write(file, chunk * CHUNK, count, decode)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        Path(lock.name).unlink(missing_ok=True)
-    return count
+        missing = _open(path) is None
+        if missing:
+            temporary = folder / f".{path.name}.tmp"  # ours: we have the lock
+            try:
+                with temporary.open("wb") as file:
+                    _write(file, chunk * CHUNK, count, decode)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        Path(lock.name).unlink(missing_ok=True)  # whoever has opened it finds the chunk, and does not write
+    return count * missing
 
 
 def _write(file: BinaryIO, first: int, count: int, decode: Callable[[int], Pixels | None]) -> None:

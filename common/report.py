@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import profile, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 from common.checkpoint import Checkpoint, write_atomically
@@ -187,7 +187,10 @@ class Report:
             return
         file = self.out / "trace.json"
         ready = schedule(skip_first=1, wait=0, warmup=1, active=steps, repeat=1)
-        with profile(schedule=ready, on_trace_ready=lambda done: done.export_chrome_trace(str(file))) as profiler:
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.world.device.type == "cuda")
+        with profile(
+            activities=kinds, schedule=ready, on_trace_ready=lambda done: done.export_chrome_trace(str(file))
+        ) as profiler:
             yield profiler.step
         if file.exists():
             self.log(f"trace of {steps} step(s) for https://ui.perfetto.dev: {file}")
