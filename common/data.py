@@ -293,7 +293,7 @@ class Batches:
 
     loader: "DataLoader[Any]"
     numerics: Numerics
-    broken: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
     """The replaced images and the reasons, so far, on this rank."""
 
     @property
@@ -313,11 +313,13 @@ class Batches:
         """
         device = self.numerics.device
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        std, mean = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (STD, MEAN))
+        scale, shift = 1 / (255 * std), -mean / std  # once per epoch: copying them would make the host wait
         ready: tuple[Tensor, Tensor, Tensor] | None = None
         for batch in _unwrapped(self.loader):
-            self.broken.extend(batch.broken)
+            self.broken.update(batch.broken)
             with torch.cuda.stream(side):  # no stream: does nothing
-                images = self._normalised(self.numerics.images(batch.images))
+                images = self.numerics.images(batch.images).float().mul_(scale).add_(shift)  # [B, 3, H, W]
                 following = images, batch.labels.to(device, non_blocking=True), batch.indices
             if ready is not None:
                 yield self._handed_over(ready, side)
@@ -327,12 +329,6 @@ class Batches:
                 ready = None
         if ready is not None:
             yield self._handed_over(ready, side)
-
-    def _normalised(self, images: Tensor) -> Tensor:
-        # On the CPU, made anew for each batch: 3 numbers; a constant on the device would be copied to each stream.
-        std, mean = (torch.tensor(values).view(1, -1, 1, 1) for values in (STD, MEAN))
-        scale, shift = (1 / (255 * std)).to(images.device), (-mean / std).to(images.device)
-        return images.float().mul_(scale).add_(shift)  # [B, 3, H, W], and not a float per image before it is needed
 
     def _handed_over(
         self, batch: tuple[Tensor, Tensor, Tensor], side: "torch.cuda.Stream | None"

@@ -230,9 +230,11 @@ def connect(place: Place) -> World:
         UserError: a device or backend that this machine does not have.
     """
     flags = place.flags
-    cuda = flags.device == "cuda" or (flags.device == "auto" and torch.cuda.is_available())
-    if flags.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that torch can use; try --device cpu")
+    asked = flags.device == "cuda" or flags.gpu is not None
+    cuda = asked or (flags.device == "auto" and not flags.no_accel and torch.cuda.is_available())
+    if asked and not torch.cuda.is_available():
+        flag = "--device cuda" if flags.gpu is None else f"--gpu {flags.gpu}"
+        raise UserError(f"{flag}: this machine has no CUDA device that torch can use; try --device cpu")
     backend = flags.dist_backend if flags.dist_backend != "auto" else ("nccl" if cuda else "gloo")
     if backend == "nccl" and not cuda:
         raise UserError("--dist-backend nccl needs CUDA devices, and torch sees none; use --dist-backend gloo")
@@ -242,7 +244,10 @@ def connect(place: Place) -> World:
             f"{place.local_size} processes on {devices} CUDA device(s): nccl needs a device for each; "
             f"use --nproc {devices}, or --dist-backend gloo to share them"
         )
-    device = torch.device("cuda", place.local_rank % devices) if cuda else torch.device("cpu")
+    if flags.gpu is not None and flags.gpu >= devices:
+        raise UserError(f"--gpu {flags.gpu}: this machine has CUDA devices 0 to {devices - 1}")
+    number = flags.gpu if flags.gpu is not None else place.local_rank % max(1, devices)
+    device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)  # collectives and allocations without an explicit device go there
     timeout = datetime.timedelta(seconds=flags.timeout)

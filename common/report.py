@@ -297,15 +297,15 @@ class Report:
             write_atomically(self.out / "best.safetensors", save(weights))
         return max(score, best)
 
-    def skipped(self, files: list[str]) -> None:
+    def skipped(self, files: set[str]) -> None:
         """Name the broken images that were replaced so far, each once; every rank calls this.
 
         Args:
             files: those of this rank.
         """
-        everybody: list[list[str]] = [[] for _ in range(self.world.size)]
+        everybody: list[set[str]] = [set()] * self.world.size
         dist.all_gather_object(everybody, files)
-        for file in sorted({file for part in everybody for file in part} - self._skipped):
+        for file in sorted(set().union(*everybody) - self._skipped):
             self._skipped.add(file)
             self.warn(f"skipped image {len(self._skipped)}: {file}")
 

@@ -36,6 +36,8 @@ class Recipe:
     """Highest learning rate (default: 0.1 per 256 images of the batch)."""
     warmup_epochs: float = 1.0
     """Epochs in which the learning rate rises; then it falls along a cosine."""
+    start_epoch: Annotated[int, arg(metavar="N")] = 0
+    """Begin at this epoch's order and learning rate, where nothing is resumed."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4
@@ -48,7 +50,13 @@ class Recipe:
     """BatchNorm over the batches of all ranks (CUDA only)."""
 
     def __post_init__(self) -> None:
-        at_least(0, lr=self.lr, weight_decay=self.weight_decay, warmup_epochs=self.warmup_epochs)
+        at_least(
+            0,
+            start_epoch=self.start_epoch,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            warmup_epochs=self.warmup_epochs,
+        )
         share(momentum=self.momentum, label_smoothing=self.label_smoothing, ema=self.ema)
 
     def model(self, classes: int, size: int, world: World) -> nn.Module:
@@ -109,6 +117,7 @@ class Recipe:
         steps, warm_up = epochs * steps_per_epoch, round(min(self.warmup_epochs, epochs / 2) * steps_per_epoch)
 
         def factor(step: int) -> float:
+            step += self.start_epoch * steps_per_epoch
             if step < warm_up:
                 return (step + 1) / warm_up
             return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))

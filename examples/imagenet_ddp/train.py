@@ -121,14 +121,14 @@ def train(args: Args, world: World, report: Report) -> None:
                 dist.broadcast(buffer, 0)
         with report.evaluating():
             found = evaluate(judged, test_loader, numerics, world, len(data.classes))
-        report.skipped(loader.broken + test_loader.broken)
+        report.skipped(loader.broken | test_loader.broken)
         report.epoch(label, progress["step"], found, data.val.names)
         progress["metrics"] = found.metrics
         return found.metrics["accuracy"]
 
     settings = {"epochs": epochs, "global_batch": batch_size, "accumulate": args.accumulate, "seed": args.seed}
     config = settings | asdict(args.recipe) | data.facts | numerics.settings
-    progress: dict[str, Any] = {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
+    progress: dict[str, Any] = {"epoch": args.recipe.start_epoch, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
     if args.evaluate:
         progress["best"] = judge(f"evaluation of {load_model(args.resume, args.out, judged, world)}")
     else:
