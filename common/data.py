@@ -40,7 +40,7 @@ class Images(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A batch at once: pixels [B, 1, H, W] uint8, labels [B], indices [B]."""
-        chosen = torch.tensor(indices)
+        chosen = torch.tensor(indices, dtype=torch.long)  # a batch may be empty
         return self.pixels[chosen], self.labels[chosen], chosen
 
 

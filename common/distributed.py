@@ -48,6 +48,7 @@ __all__ = [
 
 Value = TypeVar("Value")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")  # in the backends' messages
 GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
 
 
@@ -376,7 +377,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     except Stopped as stop:
         message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
     except Exception as error:
-        lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+        lost = any(words in str(error) for words in LOST)
         text = f"lost another process: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
     if _speaks_first(world, place):
