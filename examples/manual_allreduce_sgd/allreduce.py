@@ -5,7 +5,7 @@ For W processes and a tensor of S bytes:
 | algorithm | bytes sent by a process | steps, one after the other | when |
 |---|---|---|---|
 | `ring` | 2 (W - 1) / W * S, the least possible | 2 (W - 1) | large tensors |
-| `recursive_doubling` | log2(W) * S | log2(W), and 2 more unless W is a power of two | small tensors, where latency counts |
+| `recursive_doubling` | log2(W) * S | log2(W), and 2 more unless W is a power of 2 | small ones: latency counts |
 | `SharedMemory` in shared_memory.py | 0 on one node | 2 waits for each other | processes of one node |
 
 A rank's number tells it whom to send to and what: nobody conducts. The sums are equal on all ranks to the last bit.

@@ -83,6 +83,7 @@ class Gradients(Averaging):
     @torch.no_grad()
     def collect(self, parameter: nn.Parameter) -> None:
         """A hook: the gradient of this parameter is there."""
+        assert parameter.grad is not None
         torch.mul(parameter.grad, 1 / self.world.size, out=self._views[parameter])
         self._missing.discard(parameter)
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from common.data import ImageData, Images, local_batch
+from common.data import ImageData, local_batch
 from common.distributed import World
 from common.errors import UserError
 
@@ -47,10 +48,15 @@ class DataPartitioner:
         return order[owner[np.lexsort((owner, due))] == rank].tolist()
 
 
-def partition_dataset(data: ImageData, batch_size: int, epoch: int, world: World) -> "DataLoader[Images]":
-    """This rank's part of an epoch, in batches that together with the other ranks' are of `batch_size` samples.
+def partition_dataset(
+    data: ImageData, batch_size: int, epoch: int, world: World
+) -> tuple[list[list[int]], "DataLoader[tuple[Tensor, Tensor, Tensor]]"]:
+    """This rank's part of an epoch, in batches that together with the other ranks' have `batch_size` samples.
 
-    Every rank gets as many batches. The last ones may differ in length by one sample, and one may be empty.
+    All ranks get the same number of batches. The last ones may differ in length by one sample, and one may be empty.
+
+    Returns:
+        The indices of each batch, and the loader of the batches.
 
     Raises:
         UserError: the world size does not divide the batch size. (`128 / float(size)` would give DataLoader a float,
@@ -60,4 +66,4 @@ def partition_dataset(data: ImageData, batch_size: int, epoch: int, world: World
     mine = DataPartitioner(len(data.train), [1 / world.size] * world.size, 1234 + epoch).use(world.rank)
     steps = -(-len(data.train) // batch_size)
     batches = [mine[step * share : (step + 1) * share] for step in range(steps)]
-    return DataLoader(data.train, batch_sampler=batches, collate_fn=data.normalise)  # type: ignore[arg-type]
+    return batches, DataLoader(data.train, batch_sampler=batches, collate_fn=data.normalise)

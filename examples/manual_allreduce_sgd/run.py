@@ -26,7 +26,7 @@ class Args:
 
     def __post_init__(self) -> None:
         at_least(1, nproc=self.nproc)
-        at_least(0.1, timeout=self.timeout)
+        at_least(1, timeout=self.timeout)
 
 
 if __name__ == "__main__":  # before the heavy imports

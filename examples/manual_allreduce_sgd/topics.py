@@ -1,55 +1,21 @@
 """The topics of the tour, each a function that communicates, asserts what every rank holds, and shows it."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from common.distributed import World, say
-
-
-def text(value: object) -> str:
-    """Tensors and lists of tensors as nested lists of numbers, anything else as it is."""
-    if isinstance(value, Tensor):
-        return str(value.tolist()).replace(".0,", ",").replace(".0]", "]")
-    return f"[{', '.join(map(text, value))}]" if isinstance(value, list) else str(value)
-
-
-class Tour:
-    """What the topics have in common: the world, numbers to send, and a table of before and after.
-
-    Args:
-        world: this process's world.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.world, self.rank, self.size = world, world.rank, world.size
-        self.right, self.left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-
-    def numbers(self, *values: float) -> Tensor:
-        """A float tensor on this process's device."""
-        return torch.tensor(values, dtype=torch.float32, device=self.world.device)
-
-    def blanks(self, count: int = 1) -> list[Tensor]:
-        """A tensor [count] for each rank, to receive into."""
-        return [torch.full((count,), -1.0, device=self.world.device) for _ in range(self.size)]
-
-    def show(self, title: str, before: str, after: object, expected: object) -> None:
-        """Check what this rank holds now, and print what all ranks held before and hold after.
-
-        Raises:
-            AssertionError: it is not what was expected.
-        """
-        assert text(after) == text(expected), f"{title}: rank {self.rank} holds {text(after)}, not {text(expected)}"
-        rows: list[Any] = [None] * self.size
-        dist.all_gather_object(rows, (before, text(after)))
-        width = max(len("before"), *(len(row[0]) for row in rows))
-        say(self.world, f"\n{title}\n  rank  {'before':{width}}  after")
-        for rank, row in enumerate(rows):
-            say(self.world, f"  {rank:>4}  {row[0]:{width}}  {row[1]}")
+from examples.manual_allreduce_sgd.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from examples.manual_allreduce_sgd.table import Tour, text
 
 
 def send_recv(tour: Tour) -> None:
@@ -66,21 +32,17 @@ def send_recv(tour: Tour) -> None:
 
 def isend_irecv(tour: Tour) -> None:
     """Not blocking: the calls return at once, and the tensors must be left alone until `wait` returns."""
-    value, events = tour.numbers(-1.0), []
-    if tour.rank == 0:
-        value = tour.numbers(7.0)
-        before = text(value)
-        works = [dist.isend(value, dst=peer) for peer in range(1, tour.size)]
-        events.append("started sending")
+    value = tour.numbers(-1.0 if tour.rank else 7.0)
+    before = text(value)
+    if tour.rank:
+        works, events = [dist.irecv(value, src=0)], ["started receiving"]
     else:
-        before = text(value)
-        works = [dist.irecv(value, src=0)]
-        events.append("started receiving")
+        works, events = [dist.isend(value, dst=peer) for peer in range(1, tour.size)], ["started sending"]
     for work in works:
         assert work is not None
         work.wait()
     events.append(f"waited, holds {text(value)}")
-    start = "sending" if tour.rank == 0 else "receiving"
+    start = "receiving" if tour.rank else "sending"
     tour.show("isend / irecv, wait", before, events, [f"started {start}", "waited, holds [7]"])
 
 
@@ -91,82 +53,6 @@ def batched(tour: Tour) -> None:
     for work in dist.batch_isend_irecv(calls):
         work.wait()
     tour.show("batch_isend_irecv: to the right, from the left", text(mine), theirs, [tour.left])
-
-
-def broadcast(tour: Tour) -> None:
-    """Everybody gets what rank 0 holds."""
-    value = tour.numbers(tour.rank, 10 * tour.rank)
-    before = text(value)
-    dist.broadcast(value, src=0)
-    tour.show("broadcast from rank 0", before, value, [0, 0])
-
-
-def scatter(tour: Tour) -> None:
-    """Rank 0 gives each rank one part; only rank 0 passes a list."""
-    received = tour.numbers(-1.0)
-    parts = [tour.numbers(10.0 * peer) for peer in range(tour.size)]
-    given = None if tour.rank else parts
-    dist.scatter(received, given, src=0)
-    tour.show("scatter from rank 0", text(given), received, [10 * tour.rank])
-
-
-def gather(tour: Tour) -> None:
-    """Rank 0 gets everybody's part, ordered by rank; only rank 0 passes a list, as long as the WORLD (not the node)."""
-    collected = None if tour.rank else tour.blanks()
-    dist.gather(tour.numbers(10.0 * tour.rank), collected, dst=0)
-    expected = None if tour.rank else [[10 * peer] for peer in range(tour.size)]
-    tour.show("gather to rank 0", f"[{10 * tour.rank}]", collected, expected)
-
-
-def all_gather(tour: Tour) -> None:
-    """Everybody gets everybody's part, in a list of tensors that are there before, ordered by rank."""
-    collected = tour.blanks()
-    dist.all_gather(collected, tour.numbers(10.0 * tour.rank))
-    tour.show("all_gather", f"[{10 * tour.rank}]", collected, [[10 * peer] for peer in range(tour.size)])
-
-
-def reduce(tour: Tour) -> None:
-    """Rank 0 gets the sum. What the others hold afterwards is not defined (gloo leaves partial sums there)."""
-    value = tour.numbers(tour.rank + 1.0)
-    before = text(value)
-    dist.reduce(value, dst=0)
-    after = "undefined" if tour.rank else value
-    tour.show("reduce SUM to rank 0", before, after, "undefined" if tour.rank else [sum(range(tour.size + 1))])
-
-
-def all_reduce(tour: Tour) -> None:
-    """Everybody gets the result. (`dist.reduce_op.SUM` of old texts is `dist.ReduceOp.SUM`.)"""
-    values = [peer + 1 for peer in range(tour.size)]
-    results = {"SUM": sum(values), "PRODUCT": math.prod(values), "MIN": 1, "MAX": tour.size}
-    for name, result in results.items():
-        value = tour.numbers(tour.rank + 1.0)
-        before = text(value)
-        dist.all_reduce(value, getattr(dist.ReduceOp, name))
-        tour.show(f"all_reduce {name}", before, value, [result])
-    value = tour.numbers(tour.rank + 1.0)
-    before = text(value)
-    try:
-        dist.all_reduce(value, dist.ReduceOp.AVG)
-    except RuntimeError as error:
-        say(tour.world, f"\nall_reduce AVG\n  refused by {tour.world.backend}: {str(error).splitlines()[0]}")
-    else:
-        tour.show("all_reduce AVG", before, value, [f"{sum(values) / tour.size:g}"])
-
-
-def reduce_scatter(tour: Tour) -> None:
-    """Part r of the sum goes to rank r: the first half of a ring all-reduce; all_gather is the second."""
-    parts = [tour.numbers(10.0 * peer + tour.rank) for peer in range(tour.size)]
-    received = tour.numbers(-1.0)
-    before = text(parts)
-    dist.reduce_scatter(received, parts)
-    tour.show("reduce_scatter SUM", before, received, [10 * tour.rank * tour.size + sum(range(tour.size))])
-
-
-def all_to_all(tour: Tour) -> None:
-    """Part p of rank r goes to rank p: a matrix is transposed."""
-    parts, received = [tour.numbers(10.0 * tour.rank + peer) for peer in range(tour.size)], tour.blanks()
-    dist.all_to_all(received, parts)
-    tour.show("all_to_all", text(parts), received, [[10 * peer + tour.rank] for peer in range(tour.size)])
 
 
 def barrier(tour: Tour) -> None:
@@ -201,14 +87,14 @@ def new_group(tour: Tour) -> None:
     group = dist.new_group(members)
     value = tour.numbers(tour.rank + 1.0)
     before = text(value)
-    if tour.rank in members:
+    if isinstance(group, dist.ProcessGroup):  # the others get a placeholder
         dist.all_reduce(value, group=group)
     expected = sum(peer + 1 for peer in members) if tour.rank in members else tour.rank + 1
     tour.show(f"new_group of the even ranks, all_reduce SUM in it: {members}", before, value, [expected])
 
 
 def unequal(tour: Tour) -> None:
-    """Collectives want equal sizes: pad to the longest, and cut the padding off. (all_to_all_single takes unequal.)"""
+    """Collectives want equal sizes: pad to the longest, then cut; all_to_all_single takes unequal ones."""
     mine = tour.numbers(*[float(tour.rank)] * (tour.rank + 1))
     lengths: list[int] = [0] * tour.size
     dist.all_gather_object(lengths, len(mine))

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from common.distributed import World, launch, say, taking_part
 from common.errors import UserError
-from examples.manual_allreduce_sgd.topics import TOPICS, Tour
+from examples.manual_allreduce_sgd.table import Tour
+from examples.manual_allreduce_sgd.topics import TOPICS
 
 
 def calls(world: World, device: torch.device) -> dict[str, tuple[Any, ...]]:
@@ -65,7 +66,9 @@ def calls(world: World, device: torch.device) -> dict[str, tuple[Any, ...]]:
             dist.all_to_all_single, ones(size * (rank + 1)), ones(size * (size + 1) // 2),
             [rank + 1] * size, [peer + 1 for peer in range(size)],
         ),
-        "all_gather of unequal sizes": (dist.all_gather, [ones(2 + peer % 2) for peer in range(size)], ones(2 + rank % 2)),
+        "all_gather of unequal sizes": (
+            dist.all_gather, [ones(2 + peer % 2) for peer in range(size)], ones(2 + rank % 2),
+        ),
         "send of a tensor that is not contiguous": (dist.isend, columns, (rank + 1) % size),
         "broadcast of a tensor that is not contiguous": (dist.broadcast, columns, 0),
     }  # fmt: skip
@@ -81,7 +84,7 @@ def tried(function: Callable[..., object], *arguments: object) -> str:
 
 
 def support(tour: Tour) -> None:
-    """Which calls the backends of this machine accept: each is tried, on the CPU and on a CUDA device if there is one."""
+    """Which calls the backends of this machine accept: each is tried, on the CPU and on a CUDA device."""
     world = tour.world
     columns = {"gloo on the CPU": torch.device("cpu")}
     if world.device.type == "cuda":

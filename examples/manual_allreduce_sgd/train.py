@@ -80,7 +80,7 @@ from torch.nn import CrossEntropyLoss
 from torch.optim import SGD
 
 from common.checkpoint import Checkpoints
-from common.data import eval_loader, image_data
+from common.data import eval_loader, image_data, local_batch
 from common.distributed import Stop, World, launch, taking_part
 from common.metrics import evaluate
 from common.models import DigitNet
@@ -120,7 +120,7 @@ def train(args: Args, world: World) -> None:
     with Report("manual_allreduce_sgd", args.out, world) as report:
         data = image_data(args.dataset, args.data_dir, world)
         samples = len(data.train)
-        loader = partition_dataset(data, args.batch_size, 0, world)
+        local_batch(args.batch_size, world)  # an error if the world size does not divide it
         report.introduce(f"{data.name} ({samples} train, {len(data.test)} test)", numerics, args.batch_size)
 
         model = numerics.prepare(DigitNet(data.size, data.classes))
@@ -140,8 +140,7 @@ def train(args: Args, world: World) -> None:
 
         with Stop() as stop:
             for epoch in range(progress["epoch"], args.epochs):
-                loader = partition_dataset(data, args.batch_size, epoch, world)
-                batches = loader.batch_sampler
+                batches, loader = partition_dataset(data, args.batch_size, epoch, world)
                 seen = torch.zeros(samples, dtype=torch.int32)
                 for batch in batches[: progress["batch"]]:  # trained on by the run that this one resumes
                     seen[batch] = 1

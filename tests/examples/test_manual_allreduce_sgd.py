@@ -111,7 +111,7 @@ def test_every_algorithm_equals_a_plain_loop(
     for way in WAYS:
         found = result(tmp_path / way)  # it is written only if all ranks hold the same parameters
         assert (found["algorithm"], found["world_size"], found["steps"]) == (way, nproc, 27)
-        torch.testing.assert_close(losses(tmp_path / way), expected, rtol=2e-5, atol=0)
+        torch.testing.assert_close(losses(tmp_path / way), expected, rtol=2e-5, atol=1e-6)
         for name, value in parameters(tmp_path / way).items():
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
         best = found["metrics"].pop("best_accuracy")
@@ -123,7 +123,7 @@ def test_every_algorithm_equals_a_plain_loop(
     assert result(tmp_path / "ring")["bytes_sent"] == 27 * 4 * elements
     assert result(tmp_path / "bf16")["bytes_sent"] == 27 * 2 * elements, "half the bytes"
     assert result(tmp_path / "shared-memory")["bytes_sent"] == 0
-    different = max(abs(a - b) / b for a, b in zip(losses(tmp_path / "bf16"), expected, strict=True))
+    different = max(abs(a - b) for a, b in zip(losses(tmp_path / "bf16"), expected, strict=True))
     assert 1e-5 < different < 2e-2, "rounding is visible, and small"
 
 
@@ -154,7 +154,7 @@ def test_two_nodes_under_torchrun(
         programs.finish(node)
     found = result(tmp_path)
     assert (found["launcher"], found["nodes"], found["world_size"]) == ("torchrun", 2, 4)
-    torch.testing.assert_close(losses(tmp_path), reference[1], rtol=2e-5, atol=0)
+    torch.testing.assert_close(losses(tmp_path), reference[1], rtol=2e-5, atol=1e-6)
     length = sum(value.numel() for value in reference[0].parameters())
     assert found["bytes_sent"] == 27 * 4 * length, "2 (N - 1) / N of the gradients for N = 2 nodes"
 
@@ -167,14 +167,14 @@ ENDLESS = ("--epochs", 1000, "--nproc", 3, "--timeout", 5, "--checkpoint-every",
 def worker(programs: Programs, out: Path, eventually: Eventually) -> int:
     """A process id of a rank, of a run that is training."""
     eventually(lambda: list((out / "checkpoints").glob("step-*")), 60, "a checkpoint")
-    children = [pid for pid in sorted(programs.left()) if ring_threads(pid) > 3]
+    children = [pid for pid in sorted(programs.left()) if threads(pid) > 3]
     return children[-1]
 
 
-def ring_threads(pid: int) -> int:
+def threads(pid: int) -> int:
     """The threads of a process: only those that have joined a group have some."""
     try:
-        return len(os.listdir(f"/proc/{pid}/task"))
+        return len(list(Path(f"/proc/{pid}/task").iterdir()))
     except OSError:
         return 0
 
