@@ -56,7 +56,8 @@ class Circle:
         Returns:
             What to wait for before the sent tensor is changed and the received one is read.
         """
-        pairs = [(dist.isend, send), (dist.irecv, receive)]
+        # gloo sends what the other end is ready for: receiving first saves both ends a message that asks for it.
+        pairs = [(dist.irecv, receive), (dist.isend, send)]
         calls = [dist.P2POp(call, pair[0], self.ranks[pair[1]]) for call, pair in pairs if pair and len(pair[0])]
         if send and len(send[0]):  # an empty message is not sent: both ends know its length
             self.bytes += send[0].nbytes
