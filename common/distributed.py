@@ -48,7 +48,8 @@ __all__ = [
 
 Value = TypeVar("Value")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting")  # in the backends' messages
+# What the backends' errors say when another process died, or was silent for longer than --timeout.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timeout caused pair closure")
 GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
 
 

@@ -85,6 +85,7 @@ class Gradients(Averaging):
         """A hook: the gradient of this parameter is there."""
         assert parameter.grad is not None
         torch.mul(parameter.grad, 1 / self.world.size, out=self._views[parameter])
+        parameter.grad = None  # frees its memory for the next one
         self._missing.discard(parameter)
 
     def reduce(self) -> Tensor:

@@ -189,8 +189,10 @@ def test_a_silent_rank_ends_the_others(
     os.kill(silent, signal.SIGSTOP)
     started = time.monotonic()
     done = programs.finish(process, code=1)
-    assert time.monotonic() - started < 5 + 10
-    assert re.search(r"error: rank \d: lost another process: .*[Tt]imed out waiting", done.stderr), done.stderr
+    assert time.monotonic() - started < 60, "5 seconds on a loaded machine, and not the 120 of the default"
+    assert re.search(r"error: rank \d: lost another process: .*(Timed out waiting|timeout caused)", done.stderr), (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
     assert programs.gone(within=2)
 
