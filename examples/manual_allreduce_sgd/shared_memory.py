@@ -53,9 +53,9 @@ class SharedMemory:
         if not sys.platform.startswith("linux"):
             raise UserError("shared memory without a name needs Linux: use --algorithm ring here")
         descriptor = self._create(total, key) if self._me == 0 else -1
-        path = world.store.get(key).decode()  # waits for it, at most --timeout
+        process, number = map(int, world.store.get(key).split())  # waits for it, at most --timeout
         try:
-            file = os.open(path, os.O_RDWR)
+            file = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
         except OSError as error:
             raise UserError(
                 f"the memory of this node's first process cannot be opened ({error.strerror}): its processes must run "
@@ -77,7 +77,7 @@ class SharedMemory:
             os.posix_fallocate(descriptor, 0, total)  # now, and not by a bus error in the middle of training
         except OSError as error:
             raise UserError(f"{total:,} bytes of shared memory cannot be had ({error.strerror})") from None
-        self._world.store.set(key, f"/proc/{os.getpid()}/fd/{descriptor}")
+        self._world.store.set(key, f"{os.getpid()} {descriptor}")
         return descriptor
 
     def mine(self, length: int, dtype: torch.dtype) -> Tensor:
