@@ -174,7 +174,7 @@ def properties(world: World, args: Args) -> None:
         piece=st.sampled_from([8, 64, 1 << 22]),
     )
 
-    @settings(max_examples=80, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=50, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(cases)
     def holds(case: Case) -> None:
         sizes.add(len(case.ranks))
