@@ -293,7 +293,7 @@ def test_the_tour_checks_every_rank(programs: Programs, nproc: int) -> None:
             assert block in done.stdout
 
 
-def test_a_wrong_expectation_of_the_tour_is_seen(programs: Programs) -> None:
+def test_a_wrong_topic_is_one_line(programs: Programs) -> None:
     done = programs.run("-m", f"{EXAMPLE}.tour", "--nproc", 2, "broadcats", code=2)
     assert done.stderr.startswith("error: broadcats is no topic; there are send-recv, isend-irecv, ")
 
