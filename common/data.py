@@ -4,6 +4,7 @@ import gzip
 import math
 import signal
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class Images(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A batch at once: pixels [B, 1, H, W] uint8, labels [B], indices [B]."""
-        chosen = torch.tensor(indices)
+        chosen = torch.tensor(indices, dtype=torch.long)  # a batch may be empty
         return self.pixels[chosen], self.labels[chosen], chosen
 
 
@@ -379,6 +380,8 @@ def _loader(dataset: Any, world: World, workers: int | None, **order: Any) -> "D
         dataset,
         **order,
         num_workers=workers,
+        # Forked workers share the list of files, and start at once; spawned ranks would start them as they were.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         collate_fn=_as_it_is,
         worker_init_fn=_start_worker,
         pin_memory=world.device.type == "cuda",

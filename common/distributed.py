@@ -49,6 +49,8 @@ __all__ = [
 
 Value = TypeVar("Value")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+# What the backends' errors say when another process died, or was silent for longer than --timeout.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timeout caused pair closure")
 GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
 
 
@@ -386,7 +388,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     except Stopped as stop:
         message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
     except Exception as error:
-        lost = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+        lost = any(words in str(error) for words in LOST)
         text = f"lost another process: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
     if _speaks_first(world, place):
