@@ -1,13 +1,10 @@
 """manual_allreduce_sgd against torch's own, against a plain loop, and against silent and dead processes."""
 
-import json
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,24 +21,12 @@ from examples.manual_allreduce_sgd.topics import TOPICS
 from tests.conftest import ROOT, Programs
 from tests.examples.manual_allreduce_jobs import MUTATIONS, WAYS
 from tests.make_data import write_idx
+from tests.runs import NO_GPU, Eventually, losses, result
 
 EXAMPLE = "examples.manual_allreduce_sgd"
 TRAIN = ("-m", f"{EXAMPLE}.train")
 JOBS = ("-m", "tests.examples.manual_allreduce_jobs")
 TORCHRUN = ("-m", "torch.distributed.run")
-NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
-Eventually = Callable[[Callable[[], object], float, str], None]
-
-
-def result(out: Path) -> dict[str, Any]:
-    return json.loads((out / "result.json").read_text())
-
-
-def losses(out: Path) -> list[float]:
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found = {record["step"]: record["loss/train"] for record in records if "loss/train" in record}
-    assert list(found) == list(range(1, len(found) + 1))
-    return list(found.values())
 
 
 def parameters(out: Path) -> dict[str, torch.Tensor]:
@@ -107,7 +92,8 @@ def test_every_algorithm_equals_a_plain_loop(
     data = idx_folder(small)
     images, labels, _ = data.normalise(data.test.__getitems__(list(range(101))))
     with torch.inference_mode():
-        metrics = classification_metrics(model(images).softmax(dim=1), labels)
+        scores = model(images).softmax(dim=1)
+    metrics = classification_metrics(scores.topk(5).indices, labels, 10, scores)
     for way in WAYS:
         found = result(tmp_path / way)  # it is written only if all ranks hold the same parameters
         assert (found["algorithm"], found["world_size"], found["steps"]) == (way, nproc, 27)
