@@ -13,12 +13,16 @@ import pickle
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from common.distributed import World, agree
 from common.errors import UserError
@@ -51,9 +55,11 @@ class Checkpoint:
         return dict(self.state["progress"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoints:
-    """The checkpoints of a run.
+    """The checkpoints of a run, written by a thread while training goes on.
+
+    Use as a context manager around the training loop: leaving it waits until the last one is on the disk.
 
     Args:
         folder: where they lie.
@@ -68,26 +74,51 @@ class Checkpoints:
     config: Mapping[str, Any]
     world: World
     keep: int = 2
+    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"), repr=False)
+    _pending: "Future[None] | None" = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            UserError: it could not be written: the disk is full, for example. The previous checkpoints stay.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def save(self, progress: Mapping[str, Any]) -> None:
         """Write a checkpoint; every rank calls this, the main rank writes.
+
+        Training waits for the copy of the state in memory only, and for the checkpoint before this one if that is
+        still being written.
 
         Args:
             progress: plain values; `step` counts the optimizer steps done so far.
 
         Raises:
-            UserError: the disk is full or the folder cannot be written. The previous checkpoints stay.
+            UserError: the one before could not be written.
         """
         random: list[Any] = [None] * self.world.size
         dist.all_gather_object(random, random_state())
         if not self.world.is_main:
             return
-        state = {name: part.state_dict() for name, part in self.parts.items()}
+        self.wait()
+        state = {name: _copied(part.state_dict()) for name, part in self.parts.items()}
         common = {"progress": dict(progress), "config": dict(self.config), "world_size": self.world.size}
+        self._pending = self._thread.submit(self._write, progress["step"], state | common | {"random": random})
+
+    def _write(self, step: int, state: dict[str, Any]) -> None:
         buffer = io.BytesIO()
-        torch.save(state | common | {"random": random}, buffer)
-        content = buffer.getvalue()
-        name = f"step-{progress['step']:08d}-{hashlib.sha256(content).hexdigest()[:16]}.pt"
+        torch.save(state, buffer)
+        content = buffer.getbuffer()
+        name = f"step-{step:08d}-{hashlib.sha256(content).hexdigest()[:16]}.pt"
         write_atomically(self.folder / name, content)
         for path in _files(self.folder)[self.keep :]:
             path.unlink(missing_ok=True)  # the newest is the one just written: `load` moved newer ones aside
@@ -134,7 +165,58 @@ class Checkpoints:
         return found
 
 
-def write_atomically(path: Path, content: bytes) -> None:
+def load_model(resume: str, out: Path, model: nn.Module, world: World) -> str:
+    """Set a model's weights from a file, to use the model without training on.
+
+    Args:
+        resume: `auto` for the newest valid checkpoint of the run, or the path of a checkpoint or .safetensors file;
+            `no` leaves the weights as they are.
+        out: the run's folder, with its `checkpoints`.
+        model: gets the weights.
+        world: this process's world.
+
+    Returns:
+        What was loaded, in words.
+
+    Raises:
+        UserError: there is none, it is damaged, or it is another model's.
+    """
+    if resume == "no":
+        return "pretrained weights"
+    path = Path(resume)
+    if path.suffix == ".safetensors":
+        try:
+            weights = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read ({error})") from None
+    else:
+        found = latest(out / "checkpoints", world) if resume == "auto" else read(path)
+        if found is None:
+            raise UserError(f"{out} holds no checkpoint to evaluate: give the path of one by --resume")
+        path, weights = found.path, found.state["model"]
+        if "ema" in found.state:  # what was evaluated during training
+            average = {name: value for name, value in found.state["ema"].items() if name != "n_averaged"}
+            weights = {name.removeprefix("module."): value for name, value in average.items()}
+    agree(world, path.name, "the weights to evaluate")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{path} holds the weights of another model: {str(error).splitlines()[-1].strip()}") from None
+    return str(path)
+
+
+def _copied(state: Any) -> Any:
+    """A copy in the host's memory, which training does not change while it is written."""
+    if isinstance(state, Tensor):
+        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+    if isinstance(state, Mapping):
+        return {name: _copied(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)([_copied(value) for value in state])
+    return state
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file so that after a crash at any moment it is there completely, or as it was before.
 
     Raises:

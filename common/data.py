@@ -2,10 +2,12 @@
 
 import gzip
 import math
+import signal
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from common.distributed import World, main_first
+from common.distributed import World, end_with_parent, main_first
 from common.errors import UserError
+from common.precision import Numerics
+from common.seed import seed_loader_worker
 
 # mean and standard deviation of the training pixels, scaled to 0..1
 NORMALISATION = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels per channel, in the same way
 TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}
 
 
@@ -40,7 +45,7 @@ class Images(Dataset[tuple[Tensor, Tensor, Tensor]]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A batch at once: pixels [B, 1, H, W] uint8, labels [B], indices [B]."""
-        chosen = torch.tensor(indices)
+        chosen = torch.tensor(indices, dtype=torch.long)  # a batch may be empty
         return self.pixels[chosen], self.labels[chosen], chosen
 
 
@@ -227,6 +232,183 @@ class Shard(Sampler[int]):
         return len(self._positions)
 
 
+class StepSampler(Sampler[list[tuple[int, int]]]):
+    """One rank's part of every global batch, from any step of any epoch on.
+
+    A permutation of the samples, seeded by (seed, epoch), is cut into global batches; rank r gets the positions r,
+    r + W, ... of each. The last batch is as large as what is left. Where the world size does not divide it, the ranks
+    with one sample less get one from the batch again, as the last: DDP needs all ranks in every step. `dealt` counts
+    a rank's samples without it.
+
+    Args:
+        length: samples in the dataset.
+        batch_size: samples in a global batch.
+        world: this process's world.
+        seed: of the permutations.
+    """
+
+    def __init__(self, length: int, batch_size: int, world: World, seed: int) -> None:
+        self._length, self._batch_size, self._world, self._seed = length, batch_size, world, seed
+        self._epoch = self._start = 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the permutation of an epoch, and the step to begin with."""
+        self._epoch, self._start = epoch, start
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return -(-self._length // self._batch_size)
+
+    def order(self) -> Tensor:
+        """The permutation of the epoch, [length], the same on all ranks."""
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        return torch.randperm(self._length, generator=generator)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        """Pairs (epoch, index): the epoch travels with the index to workers that outlive epochs."""
+        order = self.order()
+        for step in range(self._start, len(self)):
+            batch = order[step * self._batch_size : (step + 1) * self._batch_size]
+            share = -(-len(batch) // self._world.size)
+            positions = torch.arange(share) * self._world.size + self._world.rank
+            yield [(self._epoch, index) for index in batch[positions % len(batch)].tolist()]
+
+    def seen(self) -> Tensor:
+        """How often this rank has trained on each sample in this epoch before the step to begin with: [N], int32."""
+        counts = torch.zeros(self._length, dtype=torch.int32)
+        for batch in self.order()[: self._start * self._batch_size].split(self._batch_size):
+            counts[batch[self._world.rank :: self._world.size]] += 1
+        return counts
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches of images, on the device and normalised.
+
+    On CUDA the next batch is copied and normalised while the device computes with this one, on a stream of its own.
+
+    Args:
+        loader: gives `images.Batch`.
+        numerics: device and memory layout.
+    """
+
+    loader: "DataLoader[Any]"
+    numerics: Numerics
+    broken: set[str] = field(default_factory=set)
+    """The replaced images and the reasons, so far, on this rank."""
+
+    @property
+    def dataset(self) -> Any:
+        """What the loader loads."""
+        return self.loader.dataset
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Images [B, 3, H, W] and labels [B] on the device, indices [B] on the CPU.
+
+        Raises:
+            UserError: an image is broken.
+        """
+        device = self.numerics.device
+        side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        std, mean = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (STD, MEAN))
+        scale, shift = 1 / (255 * std), -mean / std  # once per epoch: copying them would make the host wait
+        ready: tuple[Tensor, Tensor, Tensor] | None = None
+        for batch in _unwrapped(self.loader):
+            self.broken.update(batch.broken)
+            with torch.cuda.stream(side):  # no stream: does nothing
+                images = self.numerics.images(batch.images).float().mul_(scale).add_(shift)  # [B, 3, H, W]
+                following = images, batch.labels.to(device, non_blocking=True), batch.indices
+            if ready is not None:
+                yield self._handed_over(ready, side)
+            ready = following
+            if side is None:  # nothing to overlap: later batches would only need memory
+                yield ready
+                ready = None
+        if ready is not None:
+            yield self._handed_over(ready, side)
+
+    def _handed_over(
+        self, batch: tuple[Tensor, Tensor, Tensor], side: "torch.cuda.Stream | None"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Make the computing stream wait for the copy, and the memory stay until it has computed."""
+        if side is not None:
+            computing = torch.cuda.current_stream(self.numerics.device)
+            computing.wait_stream(side)
+            for tensor in batch[:2]:
+                tensor.record_stream(computing)
+        return batch
+
+
+def _unwrapped(loader: "DataLoader[Any]") -> Iterator[Any]:
+    """The batches; a user's mistake that a worker process found is raised without the worker's traceback."""
+    try:
+        yield from loader
+    except UserError as error:
+        raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
+
+
+def train_loader(
+    dataset: Any, batch_size: int, world: World, numerics: Numerics, seed: int, workers: int | None
+) -> tuple[Batches, StepSampler]:
+    """The training set: shuffled, in global batches of `batch_size`, resumable at any step (`set_epoch`).
+
+    Args:
+        dataset: gives `images.Batch`.
+        batch_size: GLOBAL; the caller has checked that the world size divides it (`local_batch`).
+        world: this process's world.
+        numerics: device and memory layout.
+        seed: of the order.
+        workers: loader processes of this rank; None chooses (`default_workers`).
+    """
+    sampler = StepSampler(len(dataset), batch_size, world, seed)
+    return Batches(_loader(dataset, world, workers, batch_sampler=sampler), numerics), sampler
+
+
+def eval_batches(dataset: Any, batch_size: int, world: World, numerics: Numerics, workers: int | None) -> Batches:
+    """The evaluation set in exact shards. `batch_size` is per rank: it changes the speed, not the result."""
+    shard = Shard(len(dataset), world.rank, world.size)
+    return Batches(_loader(dataset, world, workers, batch_size=batch_size, sampler=shard), numerics)
+
+
+def _loader(dataset: Any, world: World, workers: int | None, **order: Any) -> "DataLoader[Any]":
+    workers = default_workers(world) if workers is None else workers
+    return DataLoader(
+        dataset,
+        **order,
+        num_workers=workers,
+        # Forked workers share the list of files, and start at once; spawned ranks would start them as they were.
+        multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        collate_fn=_as_it_is,
+        worker_init_fn=_start_worker,
+        pin_memory=world.device.type == "cuda",
+        persistent_workers=workers > 0,
+        generator=torch.Generator(),  # the loader's own: drawing from the global one would make resuming inexact
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _start_worker(number: int) -> None:
+    """Loader workers leave signals to the rank that started them, and end at once when it is gone."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
+    end_with_parent()
+    seed_loader_worker(number)
+
+
+def default_workers(world: World) -> int:
+    """Loader processes per rank: beside a GPU all of its share of the cores but one, on a CPU one in eight."""
+    if world.device.type == "cuda":
+        return max(1, min(16, world.cores - 1))
+    return world.cores // 8  # training needs the cores itself
+
+
 def eval_loader(data: ImageData, world: World, batch_size: int = 1000) -> "DataLoader[tuple[Tensor, Tensor, Tensor]]":
     """The test set in exact shards. `batch_size` is per rank: it changes the speed, not the result."""
     shard = Shard(len(data.test), world.rank, world.size)
@@ -238,15 +420,18 @@ def dealt(total: int, world: World) -> int:
     return len(range(world.rank, total, world.size))
 
 
-def local_batch(batch_size: int, world: World) -> int:
-    """The share of one rank in a global batch.
+def local_batch(batch_size: int, world: World, accumulate: int = 1) -> int:
+    """The share of one rank, and of one of its backward passes, in a global batch.
 
     Raises:
-        UserError: the world size does not divide it.
+        UserError: the world size, or its product with the number of backward passes, does not divide it.
     """
-    if batch_size < 1 or batch_size % world.size:
-        nearest = max(1, round(batch_size / world.size)) * world.size
+    parts = world.size * accumulate
+    if batch_size < 1 or batch_size % parts:
+        passes = f" x {accumulate} backward passes" if accumulate > 1 else ""
+        nearest = max(1, round(batch_size / parts)) * parts
         raise UserError(
-            f"--batch-size {batch_size} (global) cannot be divided by {world.size} ranks; use {nearest}, for example"
+            f"--batch-size {batch_size} (global) cannot be divided by {world.size} ranks{passes}; "
+            f"use {nearest}, for example"
         )
-    return batch_size // world.size
+    return batch_size // parts

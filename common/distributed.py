@@ -37,6 +37,7 @@ __all__ = [
     "Stop",
     "World",
     "agree",
+    "end_with_parent",
     "from_main",
     "gather",
     "launch",
@@ -50,6 +51,8 @@ __all__ = [
 
 Value = TypeVar("Value")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+# What the backends' errors say when another process died, or was silent for longer than --timeout.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timeout caused pair closure")
 GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
 
 
@@ -66,6 +69,8 @@ class World:
     backend: str
     """`gloo`, or `nccl` (collectives on CPU tensors then still go through gloo)."""
     timeout: datetime.timedelta
+    cores: int
+    """CPU cores that this process may use, its share of the machine's."""
     store: dist.Store
     place: Place
 
@@ -229,9 +234,11 @@ def connect(place: Place) -> World:
         UserError: a device or backend that this machine does not have.
     """
     flags = place.flags
-    cuda = flags.device == "cuda" or (flags.device == "auto" and torch.cuda.is_available())
-    if flags.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this machine has no CUDA device that torch can use; try --device cpu")
+    asked = flags.device == "cuda" or flags.gpu is not None
+    cuda = asked or (flags.device == "auto" and not flags.no_accel and torch.cuda.is_available())
+    if asked and not torch.cuda.is_available():
+        flag = "--device cuda" if flags.gpu is None else f"--gpu {flags.gpu}"
+        raise UserError(f"{flag}: this machine has no CUDA device that torch can use; try --device cpu")
     backend = flags.dist_backend if flags.dist_backend != "auto" else ("nccl" if cuda else "gloo")
     if backend == "nccl" and not cuda:
         raise UserError("--dist-backend nccl needs CUDA devices, and torch sees none; use --dist-backend gloo")
@@ -241,7 +248,10 @@ def connect(place: Place) -> World:
             f"{place.local_size} processes on {devices} CUDA device(s): nccl needs a device for each; "
             f"use --nproc {devices}, or --dist-backend gloo to share them"
         )
-    device = torch.device("cuda", place.local_rank % devices) if cuda else torch.device("cpu")
+    if flags.gpu is not None and flags.gpu >= devices:
+        raise UserError(f"--gpu {flags.gpu}: this machine has CUDA devices 0 to {devices - 1}")
+    number = flags.gpu if flags.gpu is not None else place.local_rank % max(1, devices)
+    device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)  # collectives and allocations without an explicit device go there
     timeout = datetime.timedelta(seconds=flags.timeout)
@@ -249,7 +259,8 @@ def connect(place: Place) -> World:
     store.add(f"machine {machine()}", 1)
     _await_all(store, place, flags.timeout)
     neighbours = store.add(f"machine {machine()}", 0)
-    torch.set_num_threads(flags.threads or _chosen_threads(place) or max(1, cores() // neighbours))
+    share = max(1, cores() // neighbours)
+    torch.set_num_threads(flags.threads or _chosen_threads(place) or share)
     return World(
         rank=place.rank,
         size=place.size,
@@ -259,6 +270,7 @@ def connect(place: Place) -> World:
         device=device,
         backend=backend,
         timeout=timeout,
+        cores=share,
         store=store,
         place=place,
     )
@@ -362,7 +374,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     then the process ends with exit code 2 or 1 (128 + n after signal n), without waiting for the others.
     """
     place = place.worker(local_rank)
-    _end_with_parent()
+    end_with_parent()
     for signum in STOPPING:
         signal.signal(signum, _stop_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
@@ -378,8 +390,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     except Stopped as stop:
         message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
     except Exception as error:
-        closed = any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
-        lost = closed or isinstance(error, Lost)
+        lost = isinstance(error, Lost) or any(words in str(error) for words in LOST)
         text = f"lost another process: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
     if _speaks_first(world, place):
@@ -405,7 +416,7 @@ def _speaks_first(world: World | None, place: Place) -> bool:
         return True
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process at once when the one that spawned it is killed: nobody would wait for it any more."""
     parent = std_mp.parent_process()
     if parent is None:

@@ -32,12 +32,13 @@ Args = TypeVar("Args")
 LaunchArgs = TypeVar("LaunchArgs", bound=HasLaunch)
 
 
-def begin(cls: type[LaunchArgs], description: str | None) -> tuple[LaunchArgs, Place]:
+def begin(cls: type[LaunchArgs], description: str | None, preload_also: Sequence[str] = ()) -> tuple[LaunchArgs, Place]:
     """Do everything that can be done before torch is imported: flags, place in the job, server for workers.
 
     Args:
         cls: the flags, with a field `launch`.
         description: the text above the flags in `--help`.
+        preload_also: modules, besides those of every program, that take long to import and that all workers need.
 
     Raises:
         SystemExit: as `parse`.
@@ -49,7 +50,7 @@ def begin(cls: type[LaunchArgs], description: str | None) -> tuple[LaunchArgs, P
         place = resolve(args.launch, os.environ, cuda_devices)
     except UserError as error:
         fail(error)
-    preload(place)
+    preload(place, preload_also)
     return args, place
 
 

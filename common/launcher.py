@@ -16,7 +16,7 @@ import multiprocessing
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from typing import Annotated, Literal
@@ -52,6 +52,10 @@ class Launch:
     """Backend of the collectives; auto is nccl on CUDA devices and gloo on the CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on; auto is CUDA when there is a device."""
+    gpu: Annotated[int | None, arg(metavar="N")] = None
+    """The one CUDA device to use, for a single process (default: that of the local rank)."""
+    no_accel: bool = False
+    """The same as --device cpu."""
     timeout: Annotated[float, arg(metavar="SECONDS")] = 120.0
     """Longest wait for another process, in seconds, before the run ends with an error."""
     threads: Annotated[int, arg(metavar="N")] = 0
@@ -64,11 +68,17 @@ class Launch:
             raise UserError(f"--world-size {self.world_size}: the number of nodes is at least 1")
         if self.rank < -1:
             raise UserError(f"--rank {self.rank}: nodes are numbered from 0")
+        if self.no_accel and (self.device == "cuda" or self.gpu is not None):
+            raise UserError("--no-accel contradicts --device cuda and --gpu: leave one out")
+        if self.gpu is not None and ((self.nproc or 1) > 1 or self.multiprocessing_distributed):
+            raise UserError(
+                f"--gpu {self.gpu} is for a single process; CUDA_VISIBLE_DEVICES chooses devices for several"
+            )
         if self.timeout <= 0:
             raise UserError(f"--timeout {self.timeout:g}: give a positive number of seconds")
         if self.threads < 0:
             raise UserError(f"--threads {self.threads}: give a positive number, or 0 to share the cores")
-        if self.dist_backend == "nccl" and self.device == "cpu":
+        if self.dist_backend == "nccl" and (self.device == "cpu" or self.no_accel):
             raise UserError("--dist-backend nccl --device cpu: nccl moves CUDA tensors only; use gloo on the CPU")
 
 
@@ -295,7 +305,7 @@ def cuda_devices() -> int:
     return torch.cuda.device_count()
 
 
-def preload(place: Place) -> None:
+def preload(place: Place, also: Sequence[str] = ()) -> None:
     """Start the server from which workers are forked, so that it imports torch while this process does.
 
     Costs one process; saves every worker the seconds of `import torch`. Importing does not initialise CUDA, so
@@ -304,7 +314,7 @@ def preload(place: Place) -> None:
     if place.spawns:
         # DistributedDataParallel imports torch._dynamo, another second, when it wraps a model.
         modules = ("launcher", "data", "metrics", "report")
-        multiprocessing.set_forkserver_preload([*(f"common.{name}" for name in modules), "torch._dynamo"])
+        multiprocessing.set_forkserver_preload([*(f"common.{name}" for name in modules), "torch._dynamo", *also])
         resource_tracker.ensure_running()  # here, because it opens the signal mask
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while the server imports: only we react
         forkserver.ensure_running()

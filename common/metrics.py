@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
-from typing import Any, cast
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from common.distributed import World
 from common.errors import UserError
 from common.precision import Numerics
+
+
+class Batched(Protocol):
+    """A loader: a DataLoader, or `data.Batches`."""
+
+    @property
+    def dataset(self) -> Any:
+        """What it loads, with a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches of images, labels, indices."""
 
 
 def ordered_predictions(mine: Tensor, total: int, world: World) -> Tensor:
@@ -38,58 +49,80 @@ def ordered_predictions(mine: Tensor, total: int, world: World) -> Tensor:
     return torch.stack(parts, dim=1).flatten(0, 1)[:total]  # row k of rank r is row k * W + r
 
 
+MANY = 100  # classes, above which AUC is left out: it needs all scores of all samples on one rank
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of a whole set, the same on all ranks.
+
+    Attributes:
+        metrics: accuracy, top5 (both as shares), precision, recall, F1, AUC; see `classification_metrics`.
+        loss: mean cross-entropy.
+        targets: labels, [N], in dataset order.
+        predictions: the most probable classes, [N].
+    """
+
+    metrics: dict[str, Any]
+    loss: float
+    targets: Tensor
+    predictions: Tensor
+
+
 @torch.inference_mode()
-def evaluate(
-    model: nn.Module,
-    loader: DataLoader[tuple[Tensor, Tensor, Tensor]],
-    numerics: Numerics,
-    world: World,
-    classes: int,
-) -> tuple[dict[str, Any], Tensor, Tensor]:
+def evaluate(model: nn.Module, loader: Batched, numerics: Numerics, world: World, classes: int) -> Evaluation:
     """Classify the whole set, each sample once, and compute the metrics on all of it.
 
     Args:
         model: the bare model: a DDP wrapper would communicate, and ranks may have one batch more than others.
-        loader: this rank's shard (`eval_loader`).
+        loader: this rank's shard: batches of images, labels, indices.
         numerics: device and precision.
         world: this process's world.
         classes: number of classes.
-
-    Returns:
-        The metrics (accuracy; macro-averaged precision, recall, F1 and one-vs-rest AUC), and per sample, in dataset
-        order, the labels [total] and the probabilities [total, classes].
 
     Raises:
         UserError: the model diverged.
     """
     model.eval()
-    probabilities, labels = [torch.empty(0, classes)], [torch.empty(0, dtype=torch.long)]  # a shard may be empty
-    for images, targets, _ in loader:
+    best, scored = min(5, classes), classes if classes <= MANY else 0
+    rows = [torch.empty(0, 2 + best + scored)]  # a shard may be empty
+    for images, labels, _ in loader:
         with numerics.autocast():
-            logits = model(numerics.images(images))  # [B, classes]
-        probabilities.append(F.softmax(logits.float(), dim=1).cpu())
-        labels.append(targets)
+            logits = model(numerics.images(images)).float()  # [B, classes]
+        targets = labels.to(logits.device, non_blocking=True)
+        loss = F.cross_entropy(logits, targets, reduction="none")
+        top = logits.topk(best).indices
+        scores = logits.softmax(dim=1)[:, :scored]
+        rows.append(torch.cat([targets.unsqueeze(1), loss.unsqueeze(1), top, scores], dim=1).cpu())
     model.train()
     total = len(cast("Sized", loader.dataset))
-    scores = ordered_predictions(torch.cat(probabilities), total, world)
-    targets = ordered_predictions(torch.cat(labels), total, world)
-    if not scores.isfinite().all():
+    table = ordered_predictions(torch.cat(rows), total, world)
+    targets, losses, top, scores = table.split([1, 1, best, scored], dim=1)
+    if not losses.isfinite().all():
         raise UserError("training diverged: the model's outputs are not finite numbers; lower --lr")
-    shared: list[Any] = [classification_metrics(scores, targets) if world.is_main else None]
+    targets, top = targets.squeeze(1).long(), top.long()
+    shared: list[Any] = [classification_metrics(top, targets, classes, scores) if world.is_main else None]
     dist.broadcast_object_list(shared)
-    return shared[0], targets, scores
+    return Evaluation(shared[0], losses.double().mean().item(), targets, top[:, 0])
 
 
-def classification_metrics(scores: Tensor, targets: Tensor) -> dict[str, float | None]:
-    """Metrics by scikit-learn of class probabilities [N, classes] against labels [N].
+def classification_metrics(top: Tensor, targets: Tensor, classes: int, scores: Tensor) -> dict[str, float | None]:
+    """Metrics by scikit-learn, rounded to 6 digits: macro-averaged precision, recall, F1, one-vs-rest AUC.
 
-    Rounded to 6 digits. AUC is None where it is not defined, because a class has no sample.
+    Args:
+        top: the most probable classes of each sample, best first, [N, 1 to 5].
+        targets: labels, [N].
+        classes: number of classes.
+        scores: class probabilities, [N, classes], or [N, 0] to leave AUC out.
+
+    Returns:
+        The metrics; AUC is None where it is not defined, because a class has no sample, or left out.
     """
     from sklearn import metrics  # 0.7 s, on the one rank that needs it
 
-    predicted = scores.argmax(dim=1)
+    predicted = top[:, 0]
     precision, recall, f1, _ = metrics.precision_recall_fscore_support(
-        targets, predicted, labels=range(scores.shape[1]), average="macro", zero_division=0
+        targets, predicted, labels=range(classes), average="macro", zero_division=0
     )
     auc = None
     if len(targets.unique()) == scores.shape[1] > 1:
@@ -98,6 +131,7 @@ def classification_metrics(scores: Tensor, targets: Tensor) -> dict[str, float |
         auc = round(float(metrics.roc_auc_score(targets, ranked, multi_class="raise" if binary else "ovr")), 6)
     return {
         "accuracy": round(float((predicted == targets).double().mean()), 6),
+        "top5": round(float((top == targets.unsqueeze(1)).any(dim=1).double().mean()), 6),
         "precision": round(float(precision), 6),
         "recall": round(float(recall), 6),
         "f1": round(float(f1), 6),

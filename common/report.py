@@ -12,24 +12,23 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
 from common.checkpoint import Checkpoint, write_atomically
 from common.distributed import World
 from common.errors import UserError
+from common.metrics import Evaluation
 from common.precision import Numerics
 
 tqdm.set_lock(threading.RLock())  # its own is a semaphore of the machine, which outlives a killed process
@@ -59,9 +58,12 @@ class Report:
         self._unwritten: list[Point] = []  # not yet in metrics.jsonl
         self._for_tensorboard: list[Point] = []  # not yet in the events
         self._writer: Any = None
+        self._skipped: set[str] = set()
+        self._end_step: Callable[[], None] = lambda: None  # of the profiler, if there is one
         self._losses: list[Tensor] = []
         self._last_step = self._samples = 0
-        self.seconds = {"startup": 0.0, "train": 0.0, "eval": 0.0}
+        self.seconds = {"startup": 0.0, "train": 0.0, "eval": 0.0, "input": 0.0}
+        self._logged = (time.perf_counter(), 0, 0.0)  # time, samples, seconds of input at the last line of `progress`
         if not self.world.is_main:
             return
         try:
@@ -134,21 +136,66 @@ class Report:
             events.unlink()  # written anew from metrics.jsonl, so that nothing is missing or twice
         self._for_tensorboard = list(self._scalars)
 
-    def steps(self, loader: DataLoader[Item], label: str, done: int) -> Iterator[Any]:
+    def steps(self, batches: Iterable[Item], label: str, total: int, done: int) -> Iterator[Item]:
         """Iterate over batches with a progress bar on the main rank's terminal (none where that is no terminal).
 
         Args:
-            loader: gives the batches.
+            batches: those still to be trained on.
             label: what the bar says.
-            done: how many batches to pass over, because the run that is resumed has trained on them.
+            total: batches in the epoch.
+            done: batches of the epoch that the resumed run has trained on.
         """
-        rest = islice(loader, done, None)
         self.seconds["startup"] = self.seconds["startup"] or time.time() - self.world.place.started
         hidden = None if self.world.is_main else True  # None: hidden where the output is no terminal
-        with tqdm(rest, label, len(loader), initial=done, disable=hidden, leave=False, unit="step") as bar:
-            started = time.perf_counter()
-            yield from bar
-            self.seconds["train"] += time.perf_counter() - started
+        iterator, started = iter(batches), time.perf_counter()
+        with tqdm(None, label, total, initial=done, disable=hidden, leave=False, unit="step") as bar:
+            while True:
+                asked = time.perf_counter()
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+                finally:
+                    self.seconds["input"] += time.perf_counter() - asked
+                yield batch
+                bar.update()
+        self.seconds["train"] += time.perf_counter() - started
+
+    def progress(self, label: str) -> None:
+        """Log the mean loss and the speed since the last line; every rank calls this."""
+        before, self._logged = self._logged, (time.perf_counter(), self._samples, self.seconds["input"])
+        seconds, samples, waited = (now - then for now, then in zip(self._logged, before, strict=True))
+        losses = self.gather_losses()
+        if losses:
+            self.log(
+                f"{label}: loss {sum(losses) / len(losses):.4f}, {samples / seconds:.1f} images/s, "
+                f"waited for input {waited / seconds:.0%} of the time"
+            )
+
+    @contextmanager
+    def profiling(self, steps: int) -> Generator[None]:
+        """Record a trace of some steps with torch's profiler, on the main rank.
+
+        Args:
+            steps: how many, after one that is passed over and one to warm up; 0 records nothing.
+                A step ends with `loss`.
+        """
+        if not steps or not self.world.is_main:
+            yield
+            return
+        file = self.out / "trace.json"
+        ready = schedule(skip_first=1, wait=0, warmup=1, active=steps, repeat=1)
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.world.device.type == "cuda")
+        with profile(
+            activities=kinds, schedule=ready, on_trace_ready=lambda done: done.export_chrome_trace(str(file))
+        ) as profiler:
+            self._end_step = profiler.step
+            yield
+        self._end_step = lambda: None
+        if file.exists():
+            self.log(f"trace of {steps} step(s) for https://ui.perfetto.dev: {file}")
+        else:
+            self.warn(f"--profile {steps}: the run ended before that many steps, no trace was written")
 
     def loss(self, step: int, loss: Tensor, samples: int) -> None:
         """Remember this rank's loss of a step without reading it, which would make the host wait for the device.
@@ -161,17 +208,20 @@ class Report:
         self._losses.append(loss.detach())
         self._last_step = step
         self._samples += samples
+        self._end_step()
 
-    def gather_losses(self) -> None:
+    def gather_losses(self) -> list[float]:
         """Average the losses since the last call over the ranks and record them; every rank calls this."""
         if not self._losses:
-            return
+            return []
         losses = torch.stack(self._losses).double().cpu()
         self._losses.clear()
         dist.all_reduce(losses)
-        for step, value in enumerate((losses / self.world.size).tolist(), self._last_step - len(losses) + 1):
+        means = (losses / self.world.size).tolist()
+        for step, value in enumerate(means, self._last_step - len(losses) + 1):
             self.scalars(step, {"loss/train": value})
         self._write_lines()
+        return means
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Record values of a step, by the names under which TensorBoard and curves.png show them."""
@@ -187,31 +237,33 @@ class Report:
         self.seconds["eval"] += time.perf_counter() - started
 
     def epoch(
-        self, number: int, epochs: int, step: int, metrics: Mapping[str, float | None], targets: Tensor, scores: Tensor
+        self, label: str, step: int, evaluation: Evaluation, names: Sequence[str] = (), record: bool = True
     ) -> None:
-        """Log and record the evaluation after an epoch, and write predictions.csv in dataset order.
+        """Log and record an evaluation, and write predictions.csv in dataset order.
 
         Args:
-            number: the epoch, from 1.
-            epochs: epochs of the run.
+            label: what was evaluated: the epoch.
             step: optimizer steps so far.
-            metrics: as `metrics.evaluate` returns them.
-            targets: labels of the whole set, [N].
-            scores: probabilities, [N, classes].
+            evaluation: as `metrics.evaluate` returns it.
+            names: of the samples, for predictions.csv, if they have names.
+            record: add it to the curves.
         """
         if not self.world.is_main:
             return
-        loss = F.nll_loss(scores.log(), targets).item()
-        known = {name: value for name, value in metrics.items() if value is not None}
-        shown = {"test loss": loss, **known}
-        self.log(f"epoch {number}/{epochs}: " + ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
-        self.scalars(step, {"loss/test": loss} | {f"test/{name}": value for name, value in known.items()})
-        self._write_lines()
-        self._write_events()
+        known = {name: value for name, value in evaluation.metrics.items() if value is not None}
+        shown = {"test loss": evaluation.loss, **known}
+        self.log(f"{label}: " + ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
+        if record:
+            self.scalars(
+                step, {"loss/test": evaluation.loss} | {f"test/{name}": value for name, value in known.items()}
+            )
+            self._write_lines()
+            self._write_events()
+        columns = [range(len(evaluation.targets)), evaluation.targets.tolist(), evaluation.predictions.tolist()]
         with (self.out / "predictions.csv").open("w", newline="") as file:
             rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["index", "label", "prediction"])
-            rows.writerows(zip(range(len(targets)), targets.tolist(), scores.argmax(dim=1).tolist(), strict=True))
+            rows.writerow(["index", "label", "prediction"] + ["file"] * bool(names))
+            rows.writerows(zip(*columns, *([names] if names else []), strict=True))
 
     def _write_lines(self) -> None:
         if self._unwritten:
@@ -246,6 +298,18 @@ class Report:
             write_atomically(self.out / "best.safetensors", save(weights))
         return max(score, best)
 
+    def skipped(self, files: set[str]) -> None:
+        """Name the broken images that were replaced so far, each once; every rank calls this.
+
+        Args:
+            files: those of this rank.
+        """
+        everybody: list[set[str]] = [set()] * self.world.size
+        dist.all_gather_object(everybody, files)
+        for file in sorted(set().union(*everybody) - self._skipped):
+            self._skipped.add(file)
+            self.warn(f"skipped image {len(self._skipped)}: {file}")
+
     def finish(self, **values: Any) -> None:
         """Write result.json and curves.png, and print the summary, the last line of the run."""
         world = self.world
@@ -261,10 +325,13 @@ class Report:
             "device": world.device.type,
             "backend": world.backend,
             **values,
+            **({"skipped_images": len(self._skipped)} if self._skipped else {}),
             "final_loss": next((v["loss/train"] for _, v in reversed(self._scalars) if "loss/train" in v), None),
             "samples_per_second": round(self._samples / self.seconds["train"], 1) if self._samples else None,
             "seconds": {name: round(value, 3) for name, value in {"total": total, **self.seconds}.items()},
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "numpy", "scikit-learn")}
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "scikit-learn")
+            }
             | {"python": sys.version.split()[0]},
         }
         write_atomically(self.out / "result.json", (json.dumps(result, indent=2) + "\n").encode())

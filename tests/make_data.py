@@ -5,6 +5,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+from PIL import Image, ImageDraw
 
 
 def write_idx(folder: Path, train: int, test: int, size: int, classes: int, packed: bool = True) -> None:
@@ -23,3 +24,21 @@ def write_idx(folder: Path, train: int, test: int, size: int, classes: int, pack
                 (folder / f"{name}.gz").write_bytes(gzip.compress(content))
             else:
                 (folder / name).write_bytes(content)
+
+
+def draw_folder(folder: Path, train: int, val: int, size: int, classes: int = 3) -> None:
+    """Draw an ImageFolder of JPEGs: the class is how many bars there are, and of which colour."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", train), ("val", val)):
+        for number in range(count):
+            label = number % classes
+            height, width = random.integers(size * 3 // 4, size * 5 // 4, 2).tolist()
+            picture = Image.fromarray(random.integers(0, 80, (height // 4, width // 4, 3), np.uint8)).resize(
+                (width, height)
+            )
+            colour = tuple(255 if channel == label % 3 else 60 for channel in range(3))
+            for bar in range(label + 1):
+                ImageDraw.Draw(picture).rectangle((0, 12 * bar, width, 12 * bar + 5), colour)
+            path = folder / part / f"class{label}" / f"{number:04d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path, quality=85)

@@ -139,9 +139,8 @@ def train(args: Args, world: World) -> None:
             gradient_as_bucket_view=True,  # saves a copy of the gradients
         )
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.label_smoothing)
-        optimizer = SGD(
-            ddp.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=args.momentum > 0
-        )
+        nesterov = args.momentum > 0
+        optimizer = SGD(ddp.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=nesterov)
         schedule = lr_scheduler.OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
         same = ("dataset", "batch_size", "lr", "momentum", "weight_decay", "label_smoothing", "seed")
         config = {name: getattr(args, name) for name in same} | {"epochs": epochs} | numerics.settings
@@ -153,14 +152,15 @@ def train(args: Args, world: World) -> None:
         with numerics.autocast():
             settle(ddp, numerics.images(torch.zeros(batch, 1, data.size, data.size)))
 
-        with Stop() as stop:
+        with checkpoints, Stop() as stop:
             for epoch in range(progress["epoch"], epochs):
                 sampler.set_epoch(epoch)  # a new permutation; without it every epoch has the same order
                 generator.manual_seed(hash((args.seed, world.rank, epoch)))  # of the loader's workers, if there are any
                 seen = torch.zeros(samples, dtype=torch.int32)
                 # Trained on by the run that this one resumes, if it was interrupted in this epoch:
                 seen[list(islice(sampler, min(progress["batch"] * batch, dealt(samples, world))))] = 1
-                for images, labels, indices in report.steps(loader, f"epoch {epoch + 1}", progress["batch"]):
+                name, rest = f"epoch {epoch + 1}/{epochs}", islice(loader, progress["batch"], None)
+                for images, labels, indices in report.steps(rest, name, len(loader), progress["batch"]):
                     # The last batch may be smaller, and DistributedSampler pads it with repeated samples so that all
                     # ranks get as many. `mine` counts this rank's samples without the padding, which is last.
                     total = min(args.batch_size, samples - progress["batch"] * args.batch_size)
@@ -188,10 +188,10 @@ def train(args: Args, world: World) -> None:
                 report.gather_losses()
                 prove_seen_once(seen)
                 with report.evaluating():
-                    metrics, targets, scores = evaluate(model, eval_loader(data, world), numerics, world, data.classes)
-                progress |= {"epoch": epoch + 1, "batch": 0, "metrics": metrics}
-                progress["best"] = report.best(model, metrics["accuracy"], progress["best"])
-                report.epoch(epoch + 1, epochs, progress["step"], metrics, targets, scores)
+                    found = evaluate(model, eval_loader(data, world), numerics, world, data.classes)
+                progress |= {"epoch": epoch + 1, "batch": 0, "metrics": found.metrics}
+                progress["best"] = report.best(model, found.metrics["accuracy"], progress["best"])
+                report.epoch(name, progress["step"], found)
                 checkpoints.save(progress)
 
         report.finish(

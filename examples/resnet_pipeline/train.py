@@ -139,7 +139,7 @@ def train(args: Args, world: World) -> None:
         progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
         report.begin(progress["step"], start)
 
-        with Stop() as stop:
+        with checkpoints, Stop() as stop:
             for epoch in range(progress["epoch"], args.epochs):
                 sampler.set_epoch(epoch)
                 generator.manual_seed(hash((args.seed, grid.replica, epoch)))  # of the loader's workers
@@ -147,7 +147,8 @@ def train(args: Args, world: World) -> None:
                 if parts.first:  # trained on by the run that this one resumes, if it was interrupted in this epoch
                     before = min(progress["batch"] * args.batch_size, samples)
                     seen[list(islice(sampler, grid.dealt(before)))] = 1
-                for images, labels, indices in report.steps(loader, f"epoch {epoch + 1}", progress["batch"]):
+                name, rest = f"epoch {epoch + 1}/{args.epochs}", islice(loader, progress["batch"], None)
+                for images, labels, indices in report.steps(rest, name, len(loader), progress["batch"]):
                     total = min(args.batch_size, samples - progress["batch"] * args.batch_size)
                     mine = grid.dealt(total)
                     labels[mine:] = IGNORED  # DistributedSampler repeats samples so that all replicas get as many
@@ -175,11 +176,11 @@ def train(args: Args, world: World) -> None:
                 report.gather_losses()
                 prove_seen_once(seen)
                 with report.evaluating():
-                    metrics, targets, scores = evaluate(parts, grid, data, world)
-                progress |= {"epoch": epoch + 1, "batch": 0, "metrics": metrics}
+                    found = evaluate(parts, grid, data, world)
+                progress |= {"epoch": epoch + 1, "batch": 0, "metrics": found.metrics}
                 whole.gather()
-                progress["best"] = report.best(whole.model, metrics["accuracy"], progress["best"])
-                report.epoch(epoch + 1, args.epochs, progress["step"], metrics, targets, scores)
+                progress["best"] = report.best(whole.model, found.metrics["accuracy"], progress["best"])
+                report.epoch(name, progress["step"], found)
                 checkpoints.save(progress)
 
         for index, stage in parts.stages.items():

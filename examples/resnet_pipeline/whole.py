@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -14,7 +15,7 @@ from common.checkpoint import Stateful
 from common.data import ImageData, Shard
 from common.distributed import World, gather
 from common.errors import UserError
-from common.metrics import classification_metrics
+from common.metrics import Evaluation, classification_metrics
 from common.proof import parameter_hash
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.images import only_labels
@@ -157,12 +158,11 @@ def predict(parts: Parts, grid: Grid, loader: DataLoader[Any]) -> tuple[Tensor, 
     return torch.cat(found), torch.cat(truth)
 
 
-def evaluate(parts: Parts, grid: Grid, data: ImageData, world: World) -> tuple[dict[str, Any], Tensor, Tensor]:
+def evaluate(parts: Parts, grid: Grid, data: ImageData, world: World) -> Evaluation:
     """Classify the whole test set, each sample once.
 
     Returns:
-        As `common.metrics.evaluate`: the metrics, on every rank; labels [N] and probabilities [N, classes] in dataset
-        order, on the main rank.
+        As `common.metrics.evaluate`; labels and predictions are those of the set on the main rank only.
 
     Raises:
         UserError: the model diverged.
@@ -182,8 +182,12 @@ def evaluate(parts: Parts, grid: Grid, data: ImageData, world: World) -> tuple[d
             scores[replica :: grid.replicas], labels[replica :: grid.replicas] = probabilities, truth
     shared: list[Any] = [None]
     if held:  # on the main rank
-        shared = [classification_metrics(scores, labels) if scores.isfinite().all() else "diverged"]
+        top = scores.topk(min(5, data.classes)).indices
+        metrics = classification_metrics(top, labels, data.classes, scores)
+        loss = F.nll_loss(scores.double().log(), labels).item()
+        shared = [(metrics, loss) if scores.isfinite().all() else "diverged"]
     dist.broadcast_object_list(shared)
     if shared[0] == "diverged":
         raise UserError("training diverged: the model's outputs are not finite numbers; lower --lr")
-    return shared[0], labels, scores
+    metrics, loss = shared[0]
+    return Evaluation(metrics, loss, labels, scores.argmax(dim=1))

@@ -194,6 +194,7 @@ def resumes(world: World, args: Args) -> None:
     ddp, optimizer, checkpoints = prepare()
     steps(ddp, optimizer, range(3))
     checkpoints.save({"step": 3})
+    checkpoints.wait()
     ddp, optimizer, checkpoints = prepare()
     torch.manual_seed(999)  # the checkpoint brings the random state back
     found = checkpoints.load("auto")

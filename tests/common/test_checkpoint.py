@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,11 @@ def some(folder: Path, world: World, config: dict[str, object] | None = None) ->
     return Checkpoints(folder / "checkpoints", {"model": model}, config or {"lr": 0.1}, world)
 
 
+def save(checkpoints: Checkpoints, progress: dict[str, Any]) -> None:
+    checkpoints.save(progress)
+    checkpoints.wait()
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
@@ -44,7 +50,7 @@ def test_a_checkpoint_returns_what_was_saved(tmp_path: Path, world: World) -> No
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
-    saved.save({"step": 120, "note": "x"})
+    save(saved, {"step": 120, "note": "x"})
     drawn = random.random(), np.random.rand(), torch.rand(1).item(), np.random.randn()
     loaded = some(tmp_path, world)
     found = loaded.load("auto")
@@ -60,7 +66,7 @@ def test_a_checkpoint_returns_what_was_saved(tmp_path: Path, world: World) -> No
 def test_the_last_two_stay_and_order_is_by_number(tmp_path: Path, world: World) -> None:
     saved = some(tmp_path, world)
     for step in (9, 10, 99_999_999, 100_000_000):
-        saved.save({"step": step})
+        save(saved, {"step": step})
     assert [name.split("-")[1] for name in files(tmp_path)] == ["100000000", "99999999"]
     found = latest(saved.folder, world)
     assert found is not None
@@ -69,8 +75,8 @@ def test_the_last_two_stay_and_order_is_by_number(tmp_path: Path, world: World) 
 
 def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
     saved = some(tmp_path, world)
-    saved.save({"step": 1})
-    saved.save({"step": 2})
+    save(saved, {"step": 1})
+    save(saved, {"step": 2})
     newest = next(saved.folder.glob("step-00000002-*"))
     content = newest.read_bytes()
     choose = random.Random(0)
@@ -92,12 +98,12 @@ def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, world: World, capsys:
 def test_newer_ones_are_set_aside_when_an_older_one_is_resumed(tmp_path: Path, world: World) -> None:
     saved = some(tmp_path, world)
     for step in (1, 2, 3):
-        saved.save({"step": step})
+        save(saved, {"step": step})
     older = next(saved.folder.glob("step-00000002-*"))
     loaded = some(tmp_path, world)
     assert loaded.load(str(older)) is not None
-    loaded.save({"step": 3, "branch": "new"})
-    loaded.save({"step": 4})
+    save(loaded, {"step": 3, "branch": "new"})
+    save(loaded, {"step": 4})
     found = latest(saved.folder, world)
     assert found is not None
     assert found.step == 4
@@ -106,7 +112,7 @@ def test_newer_ones_are_set_aside_when_an_older_one_is_resumed(tmp_path: Path, w
 
 def test_a_renamed_or_foreign_file_is_refused(tmp_path: Path, world: World) -> None:
     saved = some(tmp_path, world)
-    saved.save({"step": 1})
+    save(saved, {"step": 1})
     path = next(saved.folder.iterdir())
     other = path.rename(tmp_path / "model.pt")
     with pytest.raises(UserError, match="is no checkpoint of this program"):
@@ -132,7 +138,7 @@ def test_no_code_in_a_checkpoint_is_executed(tmp_path: Path, world: World, monke
 
 
 def test_other_settings_are_named(tmp_path: Path, world: World) -> None:
-    some(tmp_path, world, {"lr": 0.1, "epochs": 3}).save({"step": 1})
+    save(some(tmp_path, world, {"lr": 0.1, "epochs": 3}), {"step": 1})
     with pytest.raises(UserError, match=r"was made with epochs = 3, this run has 4"):
         some(tmp_path, world, {"lr": 0.1, "epochs": 4}).load("auto")
 
@@ -140,7 +146,7 @@ def test_other_settings_are_named(tmp_path: Path, world: World) -> None:
 def test_starting_afresh_moves_the_old_ones_aside(tmp_path: Path, world: World) -> None:
     for _ in range(2):
         saved = some(tmp_path, world)
-        saved.save({"step": 1})
+        save(saved, {"step": 1})
         (saved.folder / ".step-1.tmp").touch()
         assert saved.load("no") is None
         assert not saved.folder.exists()
@@ -151,14 +157,14 @@ def test_starting_afresh_moves_the_old_ones_aside(tmp_path: Path, world: World) 
 
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, world: World) -> None:
     saved = some(tmp_path, world)
-    saved.save({"step": 1})
+    save(saved, {"step": 1})
     before = files(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # writes beyond fail as on a full disk
     try:
         with pytest.raises(UserError, match=r"cannot be written \(File too large\): [\d,]+ bytes needed, [\d,]+ free"):
-            saved.save({"step": 2})
+            save(saved, {"step": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -172,10 +178,11 @@ from pathlib import Path
 from common.checkpoint import write_atomically
 folder, choose, survived = Path(sys.argv[1]), random.Random(0), 0
 for number in range(40):
+    content = os.urandom(3_000_000)
+    path = folder / f"step-00000001-{hashlib.sha256(content).hexdigest()[:16]}.pt"
     child = os.fork()
     while child == 0:
-        content = os.urandom(3_000_000)
-        write_atomically(folder / f"step-00000001-{hashlib.sha256(content).hexdigest()[:16]}.pt", content)
+        write_atomically(path, content)
     time.sleep(0.005 + choose.random() / 15)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

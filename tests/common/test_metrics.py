@@ -1,8 +1,14 @@
 """Metrics against definitions written out, and numbers that are not defined."""
 
 import torch
+from torch import Tensor
 
 from common.metrics import classification_metrics
+
+
+def metrics(scores: Tensor, targets: Tensor) -> dict[str, float | None]:
+    classes = scores.shape[1]
+    return classification_metrics(scores.topk(min(5, classes)).indices, targets, classes, scores)
 
 
 def test_metrics_by_hand() -> None:
@@ -10,7 +16,7 @@ def test_metrics_by_hand() -> None:
     scores = torch.tensor(
         [[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.3, 0.5, 0.2], [0.1, 0.2, 0.7], [0.2, 0.2, 0.6]]
     )  # predicted: 0, 0, 1, 1, 2, 2
-    found = classification_metrics(scores, targets)
+    found = metrics(scores, targets)
     assert found["accuracy"] == round(4 / 6, 6)
     assert found["precision"] == round((1 + 1 / 2 + 1 / 2) / 3, 6)
     assert found["recall"] == round((2 / 3 + 1 / 2 + 1) / 3, 6)
@@ -26,5 +32,11 @@ def test_metrics_by_hand() -> None:
 
 def test_two_classes_and_a_class_without_samples() -> None:
     scores = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7]])
-    assert classification_metrics(scores, torch.tensor([0, 0, 1]))["auc"] == 1.0
-    assert classification_metrics(scores, torch.tensor([1, 1, 1]))["auc"] is None
+    assert metrics(scores, torch.tensor([0, 0, 1]))["auc"] == 1.0
+    assert metrics(scores, torch.tensor([1, 1, 1]))["auc"] is None
+
+
+def test_top5_and_many_classes() -> None:
+    top = torch.tensor([[7, 1, 2, 3, 4], [1, 2, 3, 4, 7], [1, 2, 3, 4, 5], [9, 8, 6, 5, 4]])
+    found = classification_metrics(top, torch.tensor([7, 7, 7, 9]), 1000, torch.empty(4, 0))
+    assert (found["accuracy"], found["top5"], found["auc"]) == (0.5, 0.75, None)

@@ -1,17 +1,13 @@
 """mnist_ddp_spawn against a plain loop, against itself under every launcher, and against damage."""
 
-import csv
 import gzip
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,28 +20,12 @@ from common.models import DigitNet
 from common.proof import parameter_hash
 from tests.conftest import ROOT, Programs
 from tests.make_data import write_idx
+from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, predictions, result
 
 TRAIN = ("-m", "examples.mnist_ddp_spawn.train")
 TORCHRUN = ("-m", "torch.distributed.run")
 FP32 = ("--precision", "fp32")
 PROGRAM = "examples/mnist_ddp_spawn/train.py"
-Result = dict[str, Any]
-Eventually = Callable[[Callable[[], object], float, str], None]
-
-
-def result(out: Path) -> Result:
-    return json.loads((out / "result.json").read_text())
-
-
-def losses(out: Path) -> list[float]:
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    found = {record["step"]: record["loss/train"] for record in records if "loss/train" in record}
-    assert list(found) == list(range(1, len(found) + 1))
-    return list(found.values())
-
-
-def predictions(out: Path) -> list[list[str]]:
-    return list(csv.reader((out / "predictions.csv").read_text().splitlines()))
 
 
 def plain_loop(data: ImageData, epochs: int, batch_size: int, lr: float) -> tuple[DigitNet, list[float]]:
@@ -90,14 +70,15 @@ def test_ranks_equal_a_plain_loop(
     programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]], nproc: int
 ) -> None:
     programs.run(*TRAIN, "--nproc", nproc, "--dataset", small, *SMALL, "--out", tmp_path)
-    model, expected = reference
-    torch.testing.assert_close(losses(tmp_path), expected, rtol=2e-5, atol=0)
+    model, expected_losses = reference
+    torch.testing.assert_close(losses(tmp_path), expected_losses, rtol=2e-5, atol=0)
     found = result(tmp_path)
     data = idx_folder(small)
     images, labels, _ = data.normalise(data.test.__getitems__(list(range(101))))
     with torch.inference_mode():
         scores = model(images).softmax(dim=1)
-    assert found["metrics"] | {"best_accuracy": 0} == classification_metrics(scores, labels) | {"best_accuracy": 0}
+    expected = classification_metrics(scores.topk(5).indices, labels, 10, scores)
+    assert found["metrics"] | {"best_accuracy": 0} == expected | {"best_accuracy": 0}
     rows = zip(range(101), labels.tolist(), scores.argmax(dim=1).tolist(), strict=True)
     assert predictions(tmp_path) == [["index", "label", "prediction"], *([str(x) for x in row] for row in rows)]
     assert found["steps"] == 3 * 9
@@ -151,9 +132,9 @@ def test_the_contract(on_digits: dict[int, Path]) -> None:
     }
     assert {name: found[name] for name in expected} == expected
     assert found["argv"][1:3] == ["--nproc", "2"]
-    assert found["seconds"].keys() == {"total", "startup", "train", "eval"}
+    assert found["seconds"].keys() == {"total", "startup", "train", "eval", "input"}
     assert all(value > 0 for value in found["seconds"].values())
-    assert found["metrics"].keys() == {"accuracy", "precision", "recall", "f1", "auc", "best_accuracy"}
+    assert found["metrics"].keys() == {"accuracy", "top5", "precision", "recall", "f1", "auc", "best_accuracy"}
     assert found["final_loss"] == losses(out)[-1]
     assert found["samples_per_second"] > 0
     assert found["versions"]["torch"] == torch.__version__.split("+")[0]
@@ -218,17 +199,6 @@ def test_pods_without_torchrun_form_one_world(programs: Programs, tmp_path: Path
 # ------------------------------------------------------------------------------------------------- mutations
 
 
-def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
-    """A copy of the project in which one thing is broken: (file, before, after)."""
-    for name in ("common", "examples"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path, old, new in changes:
-        source = (folder / path).read_text()
-        assert old in source
-        (folder / path).write_text(source.replace(old, new))
-    return folder
-
-
 def test_mutation_ddp_removed(programs: Programs, tmp_path: Path, small: Path) -> None:
     broken = mutated(tmp_path / "broken", (PROGRAM, "logits = ddp(", "logits = model("))
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
@@ -286,10 +256,6 @@ def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-def newest_step(out: Path) -> int:
-    return max((int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("step-*.pt")), default=0)
-
-
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_killed_and_resumed_is_bit_identical(
     programs: Programs, tmp_path: Path, undisturbed: dict[int, Result], nproc: int, eventually: Eventually
@@ -340,9 +306,6 @@ def test_a_signal_saves_the_step_and_leaves_nothing(
     resumed = programs.run(*flags, "--resume", "auto")
     assert f"at step {stopped[1]}" in resumed.stdout
     assert result(tmp_path)["parameter_hash"] == undisturbed[2]["parameter_hash"]
-
-
-NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
 
 
 def test_a_damaged_checkpoint_is_passed_over(

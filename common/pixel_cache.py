@@ -1,0 +1,194 @@
+"""Decoded pixels on the disk: built once by all processes together, checked, shared between runs.
+
+A cache is a folder of chunks of 64 images. A chunk is one file: a table of where each image lies, its height and width
+and a checksum of its pixels, then the pixels, read through a memory map. The folder's name is a digest of the names,
+sizes and times of the image files, so that changed images are another cache.
+"""
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from common.errors import UserError
+
+CHUNK = 64  # images; about 35 MB of ImageNet
+MAGIC = b"pixels01"
+COLUMNS = 4  # of the table: offset, height, width, checksum
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class PixelCache:
+    """The decoded images of a dataset.
+
+    Args:
+        folder: where the chunks lie.
+        count: number of images.
+    """
+
+    folder: Path
+    count: int
+    _maps: dict[int, tuple[NDArray[np.uint64], Pixels]] = field(default_factory=dict, repr=False)
+    _checked: bytearray = field(default_factory=bytearray, repr=False)
+
+    def pixels(self, index: int) -> Pixels | None:
+        """An image, [H, W, 3], as a view of the file, or None if it was broken.
+
+        Its checksum is checked when this process reads it for the first time.
+
+        Raises:
+            UserError: it is not what was written.
+        """
+        chunk, row = divmod(index, CHUNK)
+        if chunk not in self._maps:
+            path = self.folder / _name(chunk)
+            opened = _open(path)
+            if opened is None:
+                raise UserError(f"{path} is damaged: delete it, and the next run makes it anew")
+            self._maps[chunk] = opened
+        table, content = self._maps[chunk]
+        offset, height, width, checksum = (int(value) for value in table[row])
+        if height == 0:
+            return None
+        flat = content[offset : offset + 3 * height * width]
+        if not self._checked:
+            self._checked.extend(bytes(self.count))
+        if not self._checked[index]:
+            if xxhash.xxh3_64_intdigest(flat.data) != checksum:
+                path = self.folder / _name(chunk)
+                raise UserError(f"{path} is damaged (image {index}): delete it, and the next run makes it anew")
+            self._checked[index] = 1
+        return flat.reshape(height, width, 3)
+
+
+def pixel_cache(
+    directory: Path, files: Sequence[Path], decode: Callable[[int], Pixels | None], threads: int
+) -> tuple[PixelCache, int]:
+    """Open the cache of some image files; what is missing is decoded by all processes that ask at the same time.
+
+    A process locks the chunk that it makes; the lock ends with the process, so nothing is left when it is killed.
+
+    Args:
+        directory: holds caches.
+        files: the images.
+        decode: gives the pixels of an image by its number, [H, W, 3], or None if it is broken and to be passed over.
+        threads: how many to decode with.
+
+    Returns:
+        The cache, and how many images this process decoded.
+
+    Raises:
+        UserError: an image is broken, or the disk is full.
+    """
+    folder = directory / _digest(files)
+    wanted = dict(enumerate(files[start : start + CHUNK] for start in range(0, len(files), CHUNK)))
+    decoded = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(threads) as pool:
+            while missing := [chunk for chunk in wanted if _open(folder / _name(chunk)) is None]:
+                # Each thread begins elsewhere, so that processes rarely meet at the same chunk.
+                begin = os.getpid() % len(missing)
+                jobs = [
+                    pool.submit(_make, folder, chunk, len(wanted[chunk]), decode)
+                    for chunk in missing[begin:] + missing[:begin]
+                ]
+                made = 0
+                try:
+                    for job in jobs:
+                        made += job.result()
+                finally:
+                    for job in jobs:  # after an error: the rest would be decoded for nothing
+                        job.cancel()
+                decoded += made
+                if made == 0:
+                    time.sleep(0.05)  # others are at work on what is missing
+    except OSError as error:
+        raise UserError(f"--cache {directory} cannot be written ({error.strerror}); {_space(directory)}") from None
+    return PixelCache(folder, len(files)), decoded
+
+
+def _make(folder: Path, chunk: int, count: int, decode: Callable[[int], Pixels | None]) -> int:
+    """Make a chunk, unless it is there or another process makes it; returns the number of images decoded."""
+    path = folder / _name(chunk)
+    with (folder / f".{path.name}.lock").open("wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        missing = _open(path) is None
+        if missing:
+            temporary = folder / f".{path.name}.tmp"  # ours: we have the lock
+            try:
+                with temporary.open("wb") as file:
+                    _write(file, chunk * CHUNK, count, decode)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        Path(lock.name).unlink(missing_ok=True)  # whoever has opened it finds the chunk, and does not write
+    return count * missing
+
+
+def _write(file: BinaryIO, first: int, count: int, decode: Callable[[int], Pixels | None]) -> None:
+    table = np.zeros((count, COLUMNS), np.uint64)
+    offset = len(MAGIC) + 16 + table.nbytes
+    file.seek(offset)
+    for row in range(count):
+        pixels = decode(first + row)
+        if pixels is not None:
+            flat = np.ascontiguousarray(pixels)
+            table[row] = offset, *pixels.shape[:2], xxhash.xxh3_64_intdigest(flat.data)
+            file.write(flat.data)
+            offset += flat.nbytes
+    file.seek(0)
+    file.write(MAGIC + np.array([count, xxhash.xxh3_64_intdigest(table.data)], np.uint64).tobytes() + table.tobytes())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _open(path: Path) -> tuple[NDArray[np.uint64], Pixels] | None:
+    """The table and the whole file as a memory map; None if it is missing, or not as it was written."""
+    start = len(MAGIC) + 16
+    try:
+        content = np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError):
+        return None
+    if len(content) < start or bytes(content[: len(MAGIC)]) != MAGIC:
+        return None
+    count, checksum = (int(value) for value in content[len(MAGIC) : start].view(np.uint64))
+    if len(content) < start + 8 * COLUMNS * count:
+        return None
+    table = content[start : start + 8 * COLUMNS * count].view(np.uint64).reshape(count, COLUMNS)
+    if xxhash.xxh3_64_intdigest(table.tobytes()) != checksum:
+        return None
+    size = 3 * int((table[:, 1] * table[:, 2]).sum())
+    return (table, content) if len(content) == start + table.nbytes + size else None
+
+
+def _name(chunk: int) -> str:
+    return f"chunk-{chunk:06d}.pixels"
+
+
+def _digest(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(MAGIC)
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def _space(directory: Path) -> str:
+    if not directory.exists():
+        return "choose another folder"
+    status = os.statvfs(directory)
+    return f"{status.f_bavail * status.f_frsize:,} bytes are free; decoded images take about six times their files"

@@ -1,0 +1,1 @@
+"""What DistributedDataParallel does, by hand: rings, buckets, shared memory."""

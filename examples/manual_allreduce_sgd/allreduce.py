@@ -1,0 +1,179 @@
+"""All-reduce by hand: each algorithm leaves the sum over all processes in a tensor, in place, in every process.
+
+For W processes and a tensor of S bytes:
+
+| algorithm | bytes sent by a process | steps, one after the other | when |
+|---|---|---|---|
+| `ring` | 2 (W - 1) / W * S, the least possible | 2 (W - 1) | large tensors |
+| `recursive_doubling` | log2(W) * S | log2(W), and 2 more unless W is a power of 2 | small ones: latency counts |
+| `SharedMemory` in shared_memory.py | 0 on one node | 2 waits for each other | processes of one node |
+
+A rank's number tells it whom to send to and what: nobody conducts. The sums are equal on all ranks to the last bit.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.distributed import World
+
+PIECE = 1 << 22  # bytes: while one piece is added, the next is under way; a smaller one costs more than it hides
+AHEAD = 2  # pieces under way at once
+
+
+@dataclass
+class Circle:
+    """The processes that add their tensors up, and what this one has sent so far.
+
+    Args:
+        ranks: their global ranks, in the order of the ring.
+        position: the place of this process in `ranks`.
+    """
+
+    ranks: Sequence[int]
+    position: int
+    bytes: int = 0
+    messages: int = 0
+
+    @classmethod
+    def of(cls, world: World) -> "Circle":
+        """All processes of the job."""
+        return cls(range(world.size), world.rank)
+
+    def post(
+        self, send: tuple[Tensor, int] | None = None, receive: tuple[Tensor, int] | None = None
+    ) -> list[dist.Work]:
+        """Start to send and to receive a contiguous tensor each; the other end is a position in `ranks`.
+
+        Both are handed over together: nccl runs the calls of a process in order, so that two processes which
+        both send first, each larger than the buffers between them, would wait for each other for ever.
+
+        Returns:
+            What to wait for before the sent tensor is changed and the received one is read.
+        """
+        # gloo sends what the other end is ready for: receiving first saves both ends a message that asks for it.
+        pairs = [(dist.irecv, receive), (dist.isend, send)]
+        calls = [dist.P2POp(call, pair[0], self.ranks[pair[1]]) for call, pair in pairs if pair and len(pair[0])]
+        if send and len(send[0]):  # an empty message is not sent: both ends know its length
+            self.bytes += send[0].nbytes
+            self.messages += 1
+        return dist.batch_isend_irecv(calls) if calls else []
+
+
+def ring(tensor: Tensor, circle: Circle) -> None:
+    """Sum a tensor over the processes by a ring; each talks to its two neighbours only.
+
+    The tensor is cut into W chunks. Reduce-scatter, W - 1 steps: each process sends a chunk to its right, and adds
+    the one that comes from its left to its own; then process r holds the whole sum of chunk r + 1. All-gather, W - 1
+    steps: the sums go round. Chunks travel in pieces of about 4 MiB, so that one is added while others are under way.
+
+    Source: Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations
+    (https://doi.org/10.1016/j.jpdc.2008.09.002).
+
+    Args:
+        tensor: contiguous, [n], any n; on the CPU with gloo, on a CUDA device with nccl.
+        circle: who takes part.
+
+    Raises:
+        RuntimeError: a neighbour died, or was silent for longer than the timeout of the process group.
+    """
+    size, me = len(circle.ranks), circle.position
+    chunks = tensor.tensor_split(size)  # views whose lengths differ by at most 1; the first is the longest
+    pieces = max(1, ceil(chunks[0].nbytes / PIECE))
+    grid = [chunk.tensor_split(pieces) for chunk in chunks]
+    ahead = min(AHEAD, pieces)
+    scratch = [torch.empty_like(grid[0][0]) for _ in range(ahead)]  # what has come and is not yet added
+    right, left = (me + 1) % size, (me - 1) % size
+    messages = 2 * (size - 1) * pieces
+    sent = circle.bytes
+    under_way: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
+    for message in range(messages + ahead):
+        if message >= ahead and under_way:
+            works, mine, received = under_way.popleft()
+            for work in works:
+                work.wait()
+            if received is not mine:
+                mine.add_(received)
+        if message < messages:
+            # Piece p of step s + 1 is what was received and added as piece p of step s, `pieces` messages ago: since
+            # `ahead` is not more, that is done.
+            step, piece = divmod(message, pieces)
+            mine = grid[(me - step - 1) % size][piece]
+            received = scratch[message % ahead][: len(mine)] if step < size - 1 else mine
+            works = circle.post((grid[(me - step) % size][piece], right), (received, left))
+            under_way.append((works, mine, received))
+    skipped = chunks[(me + 1) % size].nbytes + chunks[(me + 2) % size].nbytes  # one in each half
+    assert circle.bytes - sent == (2 * tensor.nbytes - skipped if size > 1 else 0)
+
+
+def recursive_doubling(tensor: Tensor, circle: Circle) -> None:
+    """Sum a tensor over the processes by exchanging it with partners at distance 1, 2, 4, ...
+
+    After each exchange twice as many processes hold the same partial sum. The processes beyond the largest power of two
+    hand theirs to a partner first, and get the result from it at the end.
+
+    Source: Thakur, Rabenseifner and Gropp, 2005, Optimization of collective communication operations in MPICH
+    (https://doi.org/10.1177/1094342005051521), section 4.5.
+
+    Args:
+        tensor: contiguous, [n], any n.
+        circle: who takes part.
+
+    Raises:
+        RuntimeError: as `ring`.
+    """
+    size, me = len(circle.ranks), circle.position
+    power = 1 << (size.bit_length() - 1)
+    received = torch.empty_like(tensor)
+
+    def exchange(partner: int, send: bool = True, into: Tensor | None = None) -> None:
+        for work in circle.post((tensor, partner) if send else None, None if into is None else (into, partner)):
+            work.wait()
+        if into is received:
+            tensor.add_(received)
+
+    if me >= power:
+        exchange(me - power)
+        exchange(me - power, send=False, into=tensor)
+        return
+    if me + power < size:
+        exchange(me + power, send=False, into=received)
+    distance = 1
+    while distance < power:
+        exchange(me ^ distance, into=received)  # a + b here, b + a there: the same bits
+        distance *= 2
+    if me + power < size:
+        exchange(me + power)
+
+
+def backend(tensor: Tensor, _: Circle) -> None:
+    """The process group's own all-reduce, over all its processes: what the others are compared with."""
+    dist.all_reduce(tensor)
+
+
+ALGORITHMS: dict[str, Callable[[Tensor, Circle], None]] = {
+    "backend": backend,
+    "ring": ring,
+    "recursive-doubling": recursive_doubling,
+}
+
+
+@torch.no_grad()
+def all_reduce(tensor: Tensor, circle: Circle, algorithm: Callable[[Tensor, Circle], None] = ring) -> Tensor:
+    """Sum a tensor of any shape and layout over the processes, in place.
+
+    Messages are ranges of memory: a tensor that is not contiguous is copied, and copied back.
+
+    Returns:
+        The tensor.
+    """
+    flat = tensor.contiguous().view(-1)
+    algorithm(flat, circle)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+    return tensor

@@ -1,0 +1,220 @@
+"""How the gradients of a model become their means over all ranks: what DistributedDataParallel does, by hand.
+
+| `--algorithm` | who adds up | when |
+|---|---|---|
+| per-parameter | the backend, one blocking call for each parameter | after backward |
+| flat | the backend, one call for all gradients side by side | after backward |
+| bucketed | the backend, one call for each bucket of some megabytes | while backward computes the rest |
+| ring, recursive-doubling | allreduce.py | after backward |
+| shared-memory | shared_memory.py | after backward |
+| ddp | torch's DistributedDataParallel | while backward computes the rest |
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.distributed import World, settle
+from common.errors import UserError
+from examples.manual_allreduce_sgd.allreduce import ALGORITHMS, Circle, all_reduce
+from examples.manual_allreduce_sgd.shared_memory import SharedMemory
+
+
+class Averaging:
+    """The model to train, and what makes its gradients the means over the ranks.
+
+    The simplest way, on which the others improve: sum over the ranks and divide, one parameter after the other. Each
+    call costs its latency, and nothing is sent while backward computes.
+
+    Args:
+        model: the same on all ranks.
+        world: this process's world.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.model, self.world = model, world
+        self.circle = Circle.of(world)
+
+    def average(self) -> None:
+        """After backward: make the gradient of each parameter the mean over the ranks."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:  # not used in this forward, but maybe on another rank
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+            parameter.grad /= self.world.size
+
+
+class Gradients(Averaging):
+    """Gradients side by side in one flat tensor, and so few large messages in place of many small ones.
+
+    Hooks copy each gradient there, already divided by the world size, as soon as backward has computed it and it is
+    still in the cache. `average` makes each `parameter.grad` a view of the mean: nothing is copied back.
+    Call `zero_grad()` (which sets gradients to None) before each backward.
+
+    Args:
+        model: the same on all ranks.
+        world: this process's world.
+        wire: the dtype in which gradients are sent and added up; bfloat16 halves the bytes, and rounds each gradient
+            and each partial sum by up to 2^-8 of its size.
+    """
+
+    def __init__(self, model: nn.Module, world: World, wire: torch.dtype = torch.float32) -> None:
+        super().__init__(model, world)
+        # Backward computes the gradients about in the reverse order of the parameters.
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+        self.wire = wire
+        self.flat = self.place(sum(self.sizes))
+        self._views = dict(zip(self.parameters, self._shaped(self.flat), strict=True))
+        self._missing = set(self.parameters)
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(self.collect)
+
+    def place(self, length: int) -> Tensor:
+        """Where the gradients are to live, [length]."""
+        return torch.zeros(length, dtype=self.wire, device=self.world.device)
+
+    def _shaped(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat tensor with the parameters' shapes and strides (which --channels-last changes)."""
+        parts = zip(flat.split(self.sizes), self.parameters, strict=True)
+        return [part.as_strided(p.shape, p.stride(), part.storage_offset()) for part, p in parts]
+
+    @torch.no_grad()
+    def collect(self, parameter: nn.Parameter) -> None:
+        """A hook: the gradient of this parameter is there."""
+        assert parameter.grad is not None
+        torch.mul(parameter.grad, 1 / self.world.size, out=self._views[parameter])
+        parameter.grad = None  # frees its memory for the next one
+        self._missing.discard(parameter)
+
+    def reduce(self) -> Tensor:
+        """Sum over the ranks; returns the sum, [n]."""
+        raise NotImplementedError
+
+    def average(self) -> None:
+        """After backward: make the gradient of each parameter the mean over the ranks."""
+        for parameter in self._missing:  # not used in this forward, but maybe on another rank
+            self._views[parameter].zero_()
+        self._missing = set(self.parameters)
+        mean = self.reduce().to(torch.float32)  # the tensor itself, if it is float32
+        for parameter, view in zip(self.parameters, self._shaped(mean), strict=True):
+            parameter.grad = view
+
+
+class Flat(Gradients):
+    """One message after backward: by an algorithm of allreduce.py, or by the backend."""
+
+    def __init__(self, model: nn.Module, world: World, wire: torch.dtype, algorithm: str = "backend") -> None:
+        super().__init__(model, world, wire)
+        self._algorithm = ALGORITHMS[algorithm]
+
+    def reduce(self) -> Tensor:
+        """Sum over the ranks; returns the sum, [n]."""
+        return all_reduce(self.flat, self.circle, self._algorithm)
+
+
+class Bucketed(Gradients):
+    """A message for each bucket, started from the hooks while backward still computes the rest.
+
+    Source: Li et al., 2020, PyTorch Distributed, section 3.2 (https://arxiv.org/abs/2006.15704).
+
+    Args:
+        model: the same on all ranks.
+        world: this process's world.
+        wire: as `Gradients`.
+        megabytes: size of a bucket; one larger gradient is a bucket of its own.
+    """
+
+    def __init__(self, model: nn.Module, world: World, wire: torch.dtype, megabytes: float) -> None:
+        super().__init__(model, world, wire)
+        self._buckets: list[Tensor] = []  # ranges of the flat tensor
+        self._bucket_of: dict[nn.Parameter, int] = {}
+        start = end = 0
+        for number, (parameter, size) in enumerate(zip(self.parameters, self.sizes, strict=True), 1):
+            end += size
+            self._bucket_of[parameter] = len(self._buckets)
+            if (end - start) * wire.itemsize >= megabytes * 1e6 or number == len(self.sizes):
+                self._buckets.append(self.flat[start:end])
+                start = end
+        self._forget()
+
+    def _forget(self) -> None:
+        self._awaited = [0] * len(self._buckets)
+        for bucket in self._bucket_of.values():
+            self._awaited[bucket] += 1
+        self._works: list[dist.Work] = []
+
+    def collect(self, parameter: nn.Parameter) -> None:
+        """A hook: start the buckets that are complete, in their order, which must be the same on all ranks."""
+        super().collect(parameter)
+        self._awaited[self._bucket_of[parameter]] -= 1
+        while len(self._works) < len(self._buckets) and self._awaited[len(self._works)] == 0:
+            self._start()
+
+    def _start(self) -> None:
+        work = dist.all_reduce(self._buckets[len(self._works)], async_op=True)
+        assert work is not None
+        self._works.append(work)
+
+    def reduce(self) -> Tensor:
+        """Start what waits for gradients that never came, and wait for all buckets."""
+        while len(self._works) < len(self._buckets):
+            self._start()
+        for work in self._works:
+            work.wait()
+        self._forget()
+        return self.flat
+
+
+class Shared(Gradients):
+    """The gradients live in memory that the processes of a node share; nothing is sent within the node."""
+
+    def place(self, length: int) -> Tensor:
+        """This rank's part of the shared memory, [length]."""
+        if self.world.device.type != "cpu":
+            raise UserError("--algorithm shared-memory adds on the CPU; GPUs of a node do so by nccl: use flat or ddp")
+        self._memory = SharedMemory(self.world, length * self.wire.itemsize)
+        self.circle = self._memory.leaders
+        return self._memory.mine(length, self.wire)
+
+    def reduce(self) -> Tensor:
+        """Sum over the ranks; returns the sum, [n], shared by the node's processes."""
+        return self._memory.sum(len(self.flat), self.wire)
+
+
+class Ddp(Averaging):
+    """What all this is compared with.
+
+    Args:
+        model: the same on all ranks.
+        world: this process's world.
+        example: images as in training, to settle DDP's buckets (without it, resuming is not exact).
+    """
+
+    def __init__(self, model: nn.Module, world: World, example: Tensor) -> None:
+        devices = [world.device] if world.device.type == "cuda" else None
+        super().__init__(DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True), world)
+        settle(self.model, example)
+
+    def average(self) -> None:
+        """It is done: DDP averages while backward computes."""
+
+
+def averaging(
+    algorithm: str, model: nn.Module, world: World, wire: torch.dtype, megabytes: float, example: Tensor
+) -> Averaging:
+    """The way that `--algorithm` names; the arguments are those of the classes above."""
+    match algorithm:
+        case "per-parameter":
+            return Averaging(model, world)
+        case "flat":
+            return Flat(model, world, wire)
+        case "bucketed":
+            return Bucketed(model, world, wire, megabytes)
+        case "shared-memory":
+            return Shared(model, world, wire)
+        case "ddp":
+            return Ddp(model, world, example)
+        case _:
+            return Flat(model, world, wire, algorithm)

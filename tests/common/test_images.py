@@ -1,0 +1,343 @@
+"""Crops and pixels against torchvision's, odd and broken files, the order of samples, the cache of decoded pixels."""
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy.stats import ks_2samp
+from torch import Tensor
+from torchvision import transforms
+from torchvision.transforms import functional as F
+
+from common import images as module
+from common.data import StepSampler, eval_batches, train_loader
+from common.distributed import World
+from common.errors import UserError
+from common.images import (
+    BrokenImageError,
+    ImageFolder,
+    decode,
+    dimensions,
+    middle,
+    random_crop,
+    resize,
+    synthetic_images,
+)
+from common.pixel_cache import CHUNK, pixel_cache
+from common.precision import Numerics
+from tests.conftest import Programs
+from tests.make_data import draw_folder
+
+NUMERICS = Numerics(torch.device("cpu"), "fp32", True, False, False)
+
+
+def rank(number: int, size: int) -> World:
+    return cast("World", SimpleNamespace(rank=number, size=size, device=torch.device("cpu"), cores=2))
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn")
+    draw_folder(folder, train=130, val=23, size=80)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- as torchvision does it
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (100, 1000), (900, 60)])
+def test_crops_are_distributed_as_those_of_random_resized_crop(height: int, width: int) -> None:
+    torch.manual_seed(0)
+    empty = torch.empty(3, height, width)
+    count = 4000
+    theirs = [transforms.RandomResizedCrop.get_params(empty, [0.08, 1], [3 / 4, 4 / 3]) for _ in range(count)]
+    ours, flips = zip(*(random_crop(1, 0, index, height, width) for index in range(count)), strict=True)
+    for column in range(4):  # top, left, height, width
+        assert ks_2samp([box[column] for box in theirs], [box[column] for box in ours], method="asymp").pvalue > 1e-3
+    areas = [[box[2] * box[3] for box in boxes] for boxes in (theirs, ours)]
+    assert ks_2samp(*areas, method="asymp").pvalue > 1e-3
+    assert abs(np.mean(flips) - 0.5) < 0.03
+    assert all(t >= 0 and left >= 0 and t + h <= height and left + w <= width for t, left, h, w in ours)
+
+
+def test_a_crop_follows_from_seed_epoch_and_index_alone() -> None:
+    crops = {(s, e, i): random_crop(s, e, i, 375, 500) for s in (0, 1) for e in (0, 1) for i in range(50)}
+    assert len({str(crop) for crop in crops.values()}) == len(crops)
+    assert random_crop(1, 1, 49, 375, 500) == crops[1, 1, 49]
+
+
+def test_pixels_are_torchvisions(drawn: Path, tmp_path: Path) -> None:
+    """Of a PNG within rounding; of a JPEG but for how colours are upsampled, which shows at the bars' sharp edges."""
+    file = next((drawn / "train").rglob("*.jpg"))
+    Image.open(file).save(tmp_path / "same.png")
+    for path, most, mean in ((tmp_path / "same.png", 1, 0.2), (file, 255, 6.0)):
+        content = path.read_bytes()
+        picture = Image.open(path).convert("RGB")
+        for index in range(20):
+            box, _ = random_crop(0, 0, index, *dimensions(content))
+            ours = torch.from_numpy(resize(decode(content, box), 48).copy()).permute(2, 0, 1).int()
+            theirs = F.pil_to_tensor(F.resized_crop(cast("Any", picture), *box, [48, 48])).int()
+            assert (ours - theirs).abs().max() <= most
+            assert (ours - theirs).abs().double().mean() < mean
+
+
+def test_evaluation_sees_what_resize_and_center_crop_keep(real_data: Path) -> None:
+    reference = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.PILToTensor()])
+    for file in sorted((real_data / "imagenet_superclass/val/dog").iterdir()):
+        if file.name.startswith("._"):
+            continue
+        content = file.read_bytes()
+        ours = torch.from_numpy(resize(decode(content, middle(*dimensions(content))), 224).copy()).permute(2, 0, 1)
+        theirs = reference(Image.open(file).convert("RGB"))
+        assert (ours.int() - theirs.int()).abs().double().mean() < 8, "half a pixel apart"
+
+
+def test_a_batch_is_totensor_and_normalize(drawn: Path) -> None:
+    data = ImageFolder(drawn / "val", 64, training=False)
+    images, labels, indices = next(iter(eval_batches(data, 5, rank(1, 3), NUMERICS, workers=0)))
+    assert indices.tolist() == [1, 4, 7, 10, 13]
+    assert labels.tolist() == data.labels[indices].tolist()
+    to_tensor = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    )
+    raw = data.__getitems__(indices.tolist()).images
+    for image, pixels in zip(images, raw, strict=True):
+        torch.testing.assert_close(image, to_tensor(pixels.permute(1, 2, 0).numpy()), rtol=0, atol=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------- files
+
+
+def test_a_decoded_region_is_a_part_of_the_whole(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a run with a cache equals one without."""
+    data = ImageFolder(drawn / "train", 64, training=True)
+    for index in range(0, len(data), 5):
+        content = data.file(index).read_bytes()
+        (top, left, rows, columns), _ = random_crop(0, 0, index, *dimensions(content))
+        whole = data.pixels(index)
+        np.testing.assert_array_equal(
+            decode(content, (top, left, rows, columns)), whole[top : top + rows, left : left + columns]
+        )
+        with monkeypatch.context() as patch:  # where nvimgcodec has no wheel
+            patch.setattr(module, "DECODER", "Pillow")
+            other = data.pixels(index)
+        assert np.abs(whole.astype(int) - other).mean() < 6, "colours are upsampled in another way"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # of the reference, about damaged EXIF
+def test_odd_files_load_and_broken_ones_are_named(real_data: Path) -> None:
+    odd = real_data / "imagenet_odd"
+    for file in [*(odd / "made_ok").iterdir(), *(odd / "real").iterdir()]:
+        if file.name.startswith("._"):
+            continue
+        content = file.read_bytes()
+        height, width = dimensions(content)
+        with Image.open(file) as picture:
+            reference = np.asarray(picture.convert("RGB"))
+        assert reference.shape == (height, width, 3)  # so the orientation tag is ignored, as by torchvision
+        whole = decode(content, (0, 0, height, width))
+        assert np.abs(whole.astype(int) - reference).mean() < 2
+        assert resize(decode(content, middle(height, width)), 32).shape == (32, 32, 3)
+    seen = 0
+    for file in (odd / "made_broken").iterdir():
+        if file.name == "corrupt_scan.jpeg":
+            continue  # other pixels, which no decoder notices
+        seen += 1
+        with pytest.raises(BrokenImageError, match=r"it is (empty|no image|truncated)"):
+            decode(file.read_bytes(), (0, 0, *dimensions(file.read_bytes())))
+    assert seen >= 5
+
+
+def test_every_cut_of_a_jpeg_is_noticed(drawn: Path) -> None:
+    content = next((drawn / "val").rglob("*.jpg")).read_bytes()
+    for length in range(0, len(content) - 1, 7):
+        with pytest.raises(BrokenImageError):
+            decode(content[:length], (0, 0, *dimensions(content[:length])))
+
+
+def folder_with_broken(source: Path, folder: Path) -> Path:
+    shutil.copytree(source, folder)
+    files = sorted((folder / "val").rglob("*.jpg"))
+    files[3].write_bytes(files[3].read_bytes()[:700])
+    files[3].with_name("._companion.jpg").write_bytes(b"\0\5\26\7")
+    return files[3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_image_ends_the_run_with_its_name_or_is_replaced(drawn: Path, tmp_path: Path, workers: int) -> None:
+    broken = folder_with_broken(drawn, tmp_path / "broken")
+    root = tmp_path / "broken/val"
+    with pytest.raises(UserError) as error:
+        list(eval_batches(ImageFolder(root, 32, training=False), 4, rank(0, 1), NUMERICS, workers))
+    assert str(error.value) == f"{broken} cannot be used (it is truncated): remove or replace it, or give --skip-broken"
+    loader = eval_batches(ImageFolder(root, 32, training=False, skip_broken=True), 4, rank(0, 1), NUMERICS, workers)
+    images = torch.cat([batch[0] for batch in loader])
+    assert len(images) == 23, "companions are no samples"
+    torch.testing.assert_close(images[3], images[4], rtol=0, atol=0)
+    assert loader.broken == {f"{broken} (it is truncated)"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("missing", r"train must be a folder with one folder of images per class"),
+        ("no class", r"train must be a folder with one folder of images per class"),
+        ("no image", r"train holds no image in its 2 folders \(\.jpg"),
+        ("another class", r"val/zebra: the training set has no such class, it has cat, dog"),
+    ],
+)
+def test_wrong_folders_are_named(tmp_path: Path, change: str, words: str) -> None:
+    folders = {
+        "missing": [],
+        "no class": ["train"],
+        "no image": ["train/cat", "train/dog"],
+        "another class": ["train/cat", "train/dog", "val/zebra"],
+    }
+    for folder in folders[change]:
+        (tmp_path / folder).mkdir(parents=True)
+    if change == "another class":
+        for folder in folders[change]:
+            Image.new("RGB", (8, 8)).save(tmp_path / folder / "x.png")
+    with pytest.raises(UserError, match=words):
+        module.image_folders(tmp_path, 32, 0, False, None, rank(0, 1))
+
+
+# ------------------------------------------------------------------------------------------------- order of samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_share_each_batch_of_one_permutation(size: int) -> None:
+    samplers = [StepSampler(203, 24, rank(number, size), seed=3) for number in range(size)]
+    whole = StepSampler(203, 24, rank(0, 1), seed=3)
+    for sampler in (*samplers, whole):
+        sampler.set_epoch(5)
+    steps = [list(sampler) for sampler in samplers]
+    assert len(whole) == 9
+    for step, expected in enumerate(whole):
+        parts = [part[step] for part in steps]
+        assert len({len(part) for part in parts}) == 1, "DDP needs all ranks in every step"
+        dealt = [key for position in zip(*parts, strict=True) for key in position]
+        assert dealt[: len(expected)] == expected
+        assert set(dealt[len(expected) :]) <= set(expected), "padding, which is last"
+    indices = [index for batch in whole for _, index in batch]
+    assert sorted(indices) == list(range(203))
+    whole.set_epoch(6)
+    assert [index for batch in whole for _, index in batch] != indices
+
+
+def test_any_step_can_be_the_first() -> None:
+    sampler = StepSampler(203, 24, rank(1, 3), seed=3)
+    sampler.set_epoch(2)
+    everything = list(sampler)
+    for start in range(9):
+        sampler.set_epoch(2, start)
+        assert list(sampler) == everything[start:]
+        assert sampler.seen().nonzero().flatten().tolist() == sorted(
+            index for batch in everything[:start] for _, index in batch[: 24 // 3]
+        )
+
+
+def batches(loader: Any) -> Iterator[tuple[Tensor, ...]]:
+    return iter([tuple(tensor.clone() for tensor in batch) for batch in loader])
+
+
+def test_workers_change_nothing_and_outlive_epochs(drawn: Path) -> None:
+    data = ImageFolder(drawn / "train", 32, training=True, seed=1)
+    found = []
+    for workers in (0, 2):
+        loader, sampler = train_loader(data, 24, rank(0, 2), NUMERICS, 1, workers)
+        found.append([])
+        for epoch, start in ((0, 4), (1, 0)):
+            sampler.set_epoch(epoch, start)
+            found[-1] += list(batches(loader))
+    assert len(found[0]) == 2 + 6
+    for alone, by_workers in zip(*found, strict=True):
+        for one, other in zip(alone, by_workers, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_synthetic_images_differ_by_class() -> None:
+    data = synthetic_images(40, 30, seed=0)
+    batch = data.train.__getitems__([(0, index) for index in range(40)])
+    assert batch.images.shape == (40, 3, 30, 30)
+    assert batch.labels.tolist() == [index % 10 for index in range(40)]
+    means = batch.images.double().reshape(4, 10, -1)
+    between = (means[0, 0] - means[0, 1]).abs().mean()
+    within = (means[0, 0] - means[1, 0]).abs().mean()
+    assert between > within
+
+
+# -------------------------------------------------------------------------------------------------------- cache
+
+
+def cached(data: ImageFolder, folder: Path) -> tuple[Any, int]:
+    return pixel_cache(folder, [data.file(index) for index in range(len(data))], data.pixels, threads=2)
+
+
+def test_the_cache_holds_the_pixels_and_is_shared(drawn: Path, tmp_path: Path) -> None:
+    data = ImageFolder(drawn / "train", 32, training=True)
+    cache, decoded = cached(data, tmp_path)
+    assert decoded == 130
+    for index in (0, CHUNK - 1, CHUNK, 129):
+        np.testing.assert_array_equal(cache.pixels(index), data.pixels(index))
+    again, decoded = cached(data, tmp_path)
+    assert (again.folder, decoded) == (cache.folder, 0)
+    assert sorted(path.name for path in cache.folder.iterdir()) == [f"chunk-{n:06d}.pixels" for n in range(3)]
+
+
+def test_damage_of_the_cache_is_noticed(drawn: Path, tmp_path: Path) -> None:
+    data = ImageFolder(drawn / "train", 32, training=True)
+    cache, _ = cached(data, tmp_path)
+    first, second = (cache.folder / f"chunk-{n:06d}.pixels" for n in range(2))
+    content = bytearray(first.read_bytes())
+    content[-1000] ^= 4  # a bit of the last image's pixels
+    first.write_bytes(content)
+    second.write_bytes(second.read_bytes()[:-1])
+    again, decoded = cached(data, tmp_path)
+    assert decoded == CHUNK, "the file that was cut short is made anew"
+    again.pixels(0)
+    with pytest.raises(UserError, match=rf"chunk-000000.pixels is damaged \(image {CHUNK - 1}\): delete it"):
+        again.pixels(CHUNK - 1)
+
+
+def test_changed_images_are_another_cache(drawn: Path, tmp_path: Path) -> None:
+    shutil.copytree(drawn / "val", tmp_path / "val")
+    data = ImageFolder(tmp_path / "val", 32, training=False)
+    before, _ = cached(data, tmp_path / "cache")
+    os.utime(data.file(7), (1, 1))
+    after, decoded = cached(data, tmp_path / "cache")
+    assert before.folder != after.folder
+    assert decoded == 23
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from common.images import ImageFolder
+from common.pixel_cache import pixel_cache
+data = ImageFolder(Path(sys.argv[1]), 32, training=True)
+files = [data.file(i % len(data)) for i in range(8 * len(data))]
+print(pixel_cache(Path(sys.argv[2]), files, lambda i: data.pixels(i % len(data)), 2)[1])
+"""
+
+
+def test_several_processes_build_it_together_and_may_be_killed(
+    programs: Programs, drawn: Path, tmp_path: Path, eventually: Any
+) -> None:
+    killed = programs.start("-c", BUILD, drawn / "train", tmp_path)
+    eventually(lambda: list(tmp_path.rglob("chunk-*")), 60, "a chunk")
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    there = len(list(tmp_path.rglob("chunk-*")))
+    builders = [programs.start("-c", BUILD, drawn / "train", tmp_path) for _ in range(3)]
+    decoded = [int(programs.finish(builder).stdout) for builder in builders]
+    assert sum(decoded) == 130 * 8 - there * CHUNK, "each image is decoded once"
+    assert not list(tmp_path.rglob(".*")), "no lock and no half file is left"

@@ -1,0 +1,390 @@
+"""imagenet_ddp against a plain loop, under the command lines of pytorch/examples, torchrun's restarts, and damage."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torchvision import models
+
+from common.data import MEAN, STD
+from common.images import ImageFolder
+from common.metrics import classification_metrics
+from tests.conftest import Programs
+from tests.make_data import draw_folder
+from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, predictions, result
+
+TRAIN = ("-m", "examples.imagenet_ddp.train")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+PROGRAM, RECIPE = "examples/imagenet_ddp/train.py", "examples/imagenet_ddp/recipe.py"
+TINY = (
+    "nn.Sequential(nn.Conv2d(3, 8, 5, 4), nn.GroupNorm(1, 8), nn.GELU(), nn.Conv2d(8, 16, 3, 2), nn.GroupNorm(1, 16), "
+    "nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, classes))"
+)
+SMALL_MODEL = (RECIPE, "model = models.get_model(self.arch, weights=None, **options)", f"model = {TINY}")
+# 101 images: 9 batches of 12, the last of 5; neither 2 nor 3 nor 4 divides it
+FLAGS = ("--epochs", 8, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drawn")
+    draw_folder(path, train=101, val=23, size=40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project with a model that starts fast and has no BatchNorm, in place of torchvision's."""
+    return mutated(tmp_path_factory.mktemp("tiny"), SMALL_MODEL)
+
+
+def batch(data: ImageFolder, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    found = data.__getitems__(keys)
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return (found.images / 255 - mean) / std, found.labels
+
+
+def order(epoch: int, count: int) -> list[int]:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> tuple[nn.Module, list[float]]:
+    """The same training without a line of distributed code: one process, one model, mean of each batch."""
+    torch.manual_seed(0)
+    model = eval(TINY, {"nn": nn, "classes": 3})
+    data = ImageFolder(folder / "train", 32, training=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9, weight_decay=1e-4)
+    found = []
+    for epoch in range(8):
+        shuffled = order(epoch, 101)
+        for number, start in enumerate(range(0, 101, 12)):
+            step = epoch * 9 + number
+            share = (step + 1) / 9 if step < 9 else (1 + math.cos(math.pi * (step - 9) / 63)) / 2
+            optimizer.param_groups[0]["lr"] = 0.05 * share
+            images, labels = batch(data, [(epoch, index) for index in shuffled[start : start + 12]])
+            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    return model, found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory, tiny: Path, folder: Path
+) -> dict[int, Path]:
+    """Runs with 1, 2, 3 and 4 processes that nobody disturbs."""
+    outs = {}
+    for nproc in (1, 2, 3, 4):
+        outs[nproc] = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
+        shared_programs.run(*TRAIN, "--nproc", nproc, *FLAGS, "--out", outs[nproc], folder, cwd=tiny)
+    return outs
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_ranks_equal_a_plain_loop(
+    undisturbed: dict[int, Path], folder: Path, reference: tuple[nn.Module, list[float]], nproc: int
+) -> None:
+    model, expected = reference
+    out = undisturbed[nproc]
+    torch.testing.assert_close(losses(out), expected, rtol=2e-4, atol=0)
+    val = ImageFolder(folder / "val", 32, training=False)
+    images, labels = batch(val, [(0, index) for index in range(23)])
+    with torch.inference_mode():
+        scores = model(images).softmax(dim=1)
+    found = result(out)
+    metrics = classification_metrics(scores.topk(3).indices, labels, 3, scores)
+    assert found["metrics"] | {"best_accuracy": 0} == metrics | {"best_accuracy": 0}
+    assert found["metrics"]["accuracy"] > 0.9
+    rows = zip(range(23), labels.tolist(), scores.argmax(dim=1).tolist(), val.names, strict=True)
+    header = ["index", "label", "prediction", "file"]
+    assert predictions(out) == [header, *([str(x) for x in row] for row in rows)]
+    assert (found["world_size"], found["steps"], found["train_samples"], found["eval_samples"]) == (nproc, 72, 101, 23)
+
+
+def test_killed_under_torchrun_it_goes_on_by_itself(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually
+) -> None:
+    """One worker is killed in mid-epoch; torchrun starts both again, and they go on from the last checkpoint."""
+    process = programs.start(
+        *TORCHRUN, "--nproc-per-node", 2, "--max-restarts", 1, *TRAIN, *FLAGS, "-j", 1,
+        "--checkpoint-every", 2, "--out", tmp_path, folder, cwd=tiny,
+    )  # fmt: skip
+    eventually(lambda: newest_step(tmp_path) >= 13, 100, "step 13")
+    worker = min(pid for pid in programs.left() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(worker, signal.SIGKILL)
+    done = programs.finish(process)
+    step = re.search(r"resumed from .* at step (\d+)", done.stdout)
+    assert step
+    assert int(step[1]) >= 13
+    assert result(tmp_path)["parameter_hash"] == result(undisturbed[2])["parameter_hash"]
+    assert losses(tmp_path) == losses(undisturbed[2])
+
+
+def test_killed_and_resumed_is_bit_identical(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually
+) -> None:
+    flags = (
+        *TRAIN,
+        "--nproc",
+        3,
+        *FLAGS,
+        "-j",
+        1,
+        "--checkpoint-every",
+        4,
+        "--out",
+        tmp_path,
+        "--resume",
+        "auto",
+        folder,
+    )
+    process = programs.start(*flags, cwd=tiny)
+    eventually(lambda: newest_step(tmp_path) >= 20, 100, "step 20")
+    programs.kill()
+    process.communicate()
+    stopped = newest_step(tmp_path)
+    process = programs.start(*flags, cwd=tiny)
+    eventually(lambda: newest_step(tmp_path) >= stopped + 8, 100, "8 steps more")
+    started = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    done = programs.finish(process, 143)
+    assert time.monotonic() - started < 15
+    assert programs.gone(within=2), "loader workers, too"
+    assert re.search(r"stopped by SIGTERM: checkpoint at step \d+; go on with --resume auto\n$", done.stderr)
+    programs.run(*flags, cwd=tiny)
+    assert result(tmp_path)["parameter_hash"] == result(undisturbed[3])["parameter_hash"]
+    assert losses(tmp_path) == losses(undisturbed[3])
+
+
+def test_cache_accumulation_and_ddp_options_change_nothing_that_they_should_not(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path]
+) -> None:
+    base = (*TRAIN, "--nproc", 2, *FLAGS, folder)
+    cache = ("--cache", tmp_path / "cache")
+    first = programs.run(*base, *cache, "--static-graph", "--out", tmp_path / "a", cwd=tiny).stdout
+    assert len(re.findall(r"cache .*: (?:101|23) images, \d+ decoded in", first)) == 2
+    second = programs.run(*base, *cache, "--find-unused-parameters", "--out", tmp_path / "b", cwd=tiny).stdout
+    assert len(re.findall(r"cache .*: (?:101|23) images, all there already", second)) == 2
+    hashes = {result(out)["parameter_hash"] for out in (tmp_path / "a", tmp_path / "b", undisturbed[2])}
+    assert len(hashes) == 1
+    more = ("--accumulate", 3, "--ema", 0.9, "--profile", 2, "--out", tmp_path / "c")
+    programs.run(*base, *more, cwd=tiny)
+    torch.testing.assert_close(losses(tmp_path / "c"), losses(undisturbed[2]), rtol=2e-4, atol=0)
+    trace = json.loads((tmp_path / "c" / "trace.json").read_text())
+    assert any("backward" in event.get("name", "") for event in trace["traceEvents"])
+    average = torch.load(max((tmp_path / "c/checkpoints").glob("step-*")), weights_only=True)["ema"]
+    assert int(average["n_averaged"]) == 72
+
+
+# ------------------------------------------------------------------------------------------------- batch norm
+
+
+def test_batch_norm_normalises_over_each_ranks_samples(programs: Programs, tmp_path: Path, folder: Path) -> None:
+    """So ResNet-18 on two ranks equals one model that sees the halves of each batch one after the other."""
+    torch.manual_seed(0)
+    model = models.resnet18(num_classes=3)
+    data = ImageFolder(folder / "train", 64, training=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=1e-4)
+    expected = []
+    statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for number in range(2):  # 50 and 50 of the 101 images; the third batch is not compared
+        keys = [(0, index) for index in order(0, 101)[number * 50 : number * 50 + 50]]
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 + math.cos(math.pi * number / 3)) / 2
+        optimizer.zero_grad()
+        total = 0.0
+        for rank in (1, 0):  # rank 0 last: its statistics stay
+            model.load_state_dict(statistics, strict=False)
+            images, labels = batch(data, keys[rank::2])
+            loss = F.cross_entropy(model(images), labels, label_smoothing=0.1) / 2
+            loss.backward()
+            total += loss.item()
+        statistics = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        optimizer.step()
+        expected.append(total)
+    programs.run(
+        *TRAIN, "--nproc", 2, "--epochs", 1, "--warmup-epochs", 0, "-b", 50, "--image-size", 64, "--lr", 0.01,
+        "--precision", "fp32", "--checkpoint-every", 2, "--keep", 9, "--out", tmp_path, folder,
+    )  # fmt: skip
+    torch.testing.assert_close(losses(tmp_path)[:2], expected, rtol=1e-3, atol=0)
+    state = torch.load(next((tmp_path / "checkpoints").glob("step-00000002-*")), weights_only=True)["model"]
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=2e-2, atol=2e-4)
+
+
+# ---------------------------------------------------------------------------------- what users of the field type
+
+
+def test_the_command_lines_of_pytorch_examples(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    draw_folder(tmp_path / "DIR", train=16, val=6, size=60)
+
+    def run(out: str, line: str) -> Path:
+        words = line.replace("PORT", str(free_port)).replace("DIR", str(tmp_path / "DIR")).split()
+        programs.run(*TRAIN, *words, "--epochs", 1, "--out", tmp_path / out)
+        return tmp_path / out
+
+    single = result(run("single", "-a resnet18 DIR"))
+    assert (single["global_batch"], single["image_size"], single["world_size"]) == (256, 224, 1)
+    multi = "--dist-backend gloo --multiprocessing-distributed"
+    one = run("one", f"-a resnet18 --dist-url tcp://127.0.0.1:PORT {multi} --world-size 1 --rank 0 DIR")
+    assert result(one)["parameter_hash"] == single["parameter_hash"]
+    url = f"-a resnet18 --dist-url tcp://127.0.0.1:{free_port} {multi} --world-size 2 --epochs 1 --out {tmp_path}/two"
+    nodes = [programs.start(*TRAIN, *url.split(), "--rank", node, tmp_path / "DIR") for node in (0, 1)]
+    for node in nodes:
+        programs.finish(node)
+    two = result(tmp_path / "two")
+    assert (two["nodes"], two["world_size"]) == (2, 2)
+    more = "-j 4 -p 5 --seed 0 --learning-rate 0.1 --wd 1e-4 --momentum 0.9 --no-accel --start-epoch 0"
+    spawned = run("spawned", f"-a resnet18 --nproc 2 {more} DIR")
+    assert result(spawned)["parameter_hash"] == two["parameter_hash"]
+
+
+def test_dummy_images_can_be_learned(programs: Programs, tmp_path: Path) -> None:
+    done = programs.run(*TRAIN, "-a", "resnet18", "--dummy", "--image-size", 64, "--nproc", 2, "--out", tmp_path)
+    found = losses(tmp_path)
+    assert sum(found[-3:]) < 0.7 * sum(found[:3])
+    assert "resnet18 on synthetic images (480 train, 96 val, 10 classes, 64 px)" in done.stdout
+
+
+def test_evaluation_alone(programs: Programs, tmp_path: Path, tiny: Path, folder: Path) -> None:
+    flags = (*TRAIN, "--nproc", 2, *FLAGS, "--epochs", 2, "--ema", 0.5, "--out", tmp_path, folder)
+    programs.run(*flags, cwd=tiny)
+    trained = result(tmp_path)
+    before = sorted((path, path.stat().st_mtime) for path in tmp_path.rglob("*") if path.is_file())
+    for source in ("auto", next((tmp_path / "checkpoints").glob("step-00000018-*"))):
+        done = programs.run(*flags, "-e", "--resume", source, cwd=tiny)
+        found = result(tmp_path / "evaluation")
+        assert found["parameter_hash"] == trained["parameter_hash"]
+        assert found["metrics"] | {"best_accuracy": 0} == trained["metrics"] | {"best_accuracy": 0}
+        assert "evaluation of " in done.stdout
+        assert predictions(tmp_path / "evaluation") == predictions(tmp_path)
+    programs.run(*flags, "-e", "--resume", tmp_path / "best.safetensors", cwd=tiny)
+    assert result(tmp_path / "evaluation")["metrics"]["accuracy"] == trained["metrics"]["best_accuracy"]
+    now = [(path, path.stat().st_mtime) for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(entry for entry in now if "evaluation" not in entry[0].parts) == before, "the run's own files stay"
+
+
+def test_pretrained_weights_but_for_the_last_layer(programs: Programs, tmp_path: Path, folder: Path) -> None:
+    """Through torchvision's own loader, from the file where a download would have put it."""
+    file = models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    weights = models.resnet18().state_dict()
+    torch.save(weights, tmp_path / "hub/checkpoints" / file)
+    flags = (*TRAIN, "-a", "resnet18", "--pretrained", "--image-size", 32, "-b", 101, "--out", tmp_path / "out")
+    done = programs.run(*flags, "--epochs", 1, "--lr", 0, folder, env={"TORCH_HOME": str(tmp_path)})
+    assert "loaded, but for fc.bias, fc.weight" in done.stdout
+    state = torch.load(next((tmp_path / "out/checkpoints").glob("step-*")), weights_only=True)["model"]
+    assert torch.equal(state["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
+    empty = programs.run(
+        *flags, folder, env={"TORCH_HOME": str(tmp_path / "empty"), "https_proxy": "http://127.0.0.1:9"}, code=2
+    )
+    assert re.fullmatch(r"error: --pretrained: https://\S+ cannot be had \(.*\); put that file into .*\n",
+                        empty.stderr.replace(NO_GPU, ""))  # fmt: skip
+
+
+def test_real_photographs_are_learned(programs: Programs, tmp_path: Path, real_data: Path) -> None:
+    """Imagenette's ten classes, in four short epochs at a low resolution: chance is 0.1."""
+    programs.run(
+        *TRAIN, "-a", "resnet18", "--nproc", 2, "--epochs", 4, "-b", 32, "--image-size", 64, "--lr", 0.02,
+        "--out", tmp_path, real_data / "imagenette224_subset", limit=230,
+    )  # fmt: skip
+    found = result(tmp_path)
+    assert (found["train_samples"], found["eval_samples"], found["classes"]) == (1500, 400, 10)
+    assert found["metrics"]["accuracy"] > 0.2
+    assert found["metrics"]["top5"] > 0.65
+
+
+# --------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-a", "resnet81", "DIR"], "-a resnet81: torchvision has no such classification model; do you mean resnet18"),
+        (["-a", "alexnet", "--image-size", 32, "DIR"], "-a alexnet cannot take images of 32x32"),
+        (["nowhere"], "nowhere/train must be a folder with one folder of images per class"),
+        (["--nproc", 2, "-j", 1, "BROKEN"], r"BROKEN/train/\S+ cannot be used \(it is truncated\): .* --skip-broken"),
+        (["--nproc", 2, "--cache", "CACHE", "BROKEN"], r"BROKEN/train/\S+ cannot be used \(it is truncated\)"),
+        (["--sync-bn", "DIR"], "--sync-bn: torch's SyncBatchNorm takes CUDA tensors only"),
+        (["-b", 8, "--accumulate", 3, "DIR"], r"--batch-size 8 \(global\) cannot be divided by 1 ranks x 3 backward"),
+        (["-e", "--resume", "auto", "DIR"], "out holds no checkpoint to evaluate"),
+        (["-e", "DIR"], "--evaluate needs weights: give --resume auto"),
+        (["--dummy", "DIR"], "--dummy makes images up: leave out DIR and --cache"),
+        (["--gpu", 0, "DIR"], "--gpu 0: this machine has no CUDA device"),
+        (["--momentum", 1, "DIR"], "--momentum 1.0: give a number from 0 to below 1"),
+    ],
+)
+def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[object], words: str) -> None:
+    draw_folder(tmp_path / "DIR", train=6, val=3, size=60)
+    shutil.copytree(tmp_path / "DIR", tmp_path / "BROKEN")
+    file = sorted((tmp_path / "BROKEN/train").rglob("*.jpg"))[2]
+    file.write_bytes(file.read_bytes()[:-50])
+    flags = [tmp_path / str(flag) if flag in ("DIR", "BROKEN", "CACHE") else flag for flag in flags]
+    done = programs.run(*TRAIN, *flags, "--out", tmp_path / "out", code=2)
+    line = done.stderr.replace(NO_GPU, "")
+    assert re.fullmatch(rf"error: .*{words}.*\n", line), line
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_skipped_images_are_named_and_counted(programs: Programs, tmp_path: Path, tiny: Path, folder: Path) -> None:
+    shutil.copytree(folder, tmp_path / "DIR")
+    files = sorted((tmp_path / "DIR/train").rglob("*.jpg"))
+    files[5].write_bytes(b"<html>not found</html>")
+    files[6].write_bytes(b"")
+    Image.new("L", (3, 500)).save(files[7], "PNG")  # odd, but an image
+    hashes = set()
+    for nproc, more in ((2, ()), (2, ("--cache", tmp_path / "cache"))):
+        out = tmp_path / f"out{len(more)}"
+        flags = ("--nproc", nproc, *FLAGS, "--epochs", 1, "--skip-broken", "--out", out, *more, tmp_path / "DIR")
+        done = programs.run(*TRAIN, *flags, cwd=tiny)
+        assert len(re.findall(rf"warning: skipped image [12]: (?:{files[5]}|{files[6]}) \(", done.stderr)) == 2
+        assert result(out)["skipped_images"] == 2
+        hashes.add(result(out)["parameter_hash"])
+    assert len(hashes) == 1
+
+
+# --------------------------------------------------------------------------------------------------- mutations
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ((PROGRAM, "logits = ddp(", "logits = model("), "the replicas differ: rank(s) 1 hold other parameters"),
+        ((PROGRAM, "nullcontext() if last else ddp", "ddp"), "the replicas differ: rank(s) 1 hold other parameters"),
+        ((PROGRAM, "mine = dealt(total, world)", "mine = len(images)"), "0 were lost and 1 trained on more than once"),
+    ],
+)
+def test_mutations_are_noticed_by_the_run_itself(
+    programs: Programs, tmp_path: Path, folder: Path, change: tuple[str, str, str], words: str
+) -> None:
+    broken = mutated(tmp_path / "broken", SMALL_MODEL, change)
+    flags = ("--nproc", 2, *FLAGS, "--epochs", 1, "--out", tmp_path / "out", folder)
+    assert words in programs.run(*TRAIN, *flags, cwd=broken, code=1).stderr
+
+
+def test_mutation_statistics_of_batch_norm_not_shared(programs: Programs, tmp_path: Path, folder: Path) -> None:
+    broken = mutated(tmp_path / "broken", (PROGRAM, "dist.broadcast(buffer, 0)", "pass"))
+    flags = ("--nproc", 2, "--epochs", 1, "-b", 50, "--image-size", 32, "--out", tmp_path / "out", folder)
+    assert "the replicas differ" in programs.run(*TRAIN, *flags, cwd=broken, code=1).stderr
+
+
+def test_mutation_of_the_epochs_order(
+    programs: Programs, tmp_path: Path, folder: Path, reference: tuple[nn.Module, list[float]]
+) -> None:
+    broken = mutated(tmp_path / "broken", SMALL_MODEL, (PROGRAM, "set_epoch(epoch, ", "set_epoch(0, "))
+    programs.run(*TRAIN, *FLAGS, "--out", tmp_path / "out", folder, cwd=broken)
+    found = losses(tmp_path / "out")
+    torch.testing.assert_close(found[:9], reference[1][:9], rtol=2e-4, atol=0)
+    assert max(abs(a - b) / b for a, b in zip(found[9:], reference[1][9:], strict=True)) > 1e-2

@@ -1,0 +1,289 @@
+"""manual_allreduce_sgd against torch's own, against a plain loop, and against silent and dead processes."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.data import ImageData, idx_folder
+from common.errors import UserError
+from common.metrics import classification_metrics
+from common.models import DigitNet
+from examples.manual_allreduce_sgd.partition import DataPartitioner
+from examples.manual_allreduce_sgd.topics import TOPICS
+from tests.conftest import ROOT, Programs
+from tests.examples.manual_allreduce_jobs import MUTATIONS, WAYS
+from tests.make_data import write_idx
+from tests.runs import NO_GPU, Eventually, losses, result
+
+EXAMPLE = "examples.manual_allreduce_sgd"
+TRAIN = ("-m", f"{EXAMPLE}.train")
+JOBS = ("-m", "tests.examples.manual_allreduce_jobs")
+TORCHRUN = ("-m", "torch.distributed.run")
+
+
+def parameters(out: Path) -> dict[str, torch.Tensor]:
+    newest = max((out / "checkpoints").glob("step-*.pt"))
+    return torch.load(newest, weights_only=True)["model"]
+
+
+# ------------------------------------------------------------------------------------------------ the algorithms
+
+
+def test_all_reduces_equal_torchs(programs: Programs) -> None:
+    """1 to 8 ranks of 8, any length from 0, four dtypes, four layouts, one node and several, pieces of any size."""
+    done = programs.run(*JOBS, "properties", "--nproc", 8, "--timeout", 60, limit=200)
+    assert done.stdout == "holds for [1, 2, 3, 4, 5, 6, 7, 8] ranks\n"
+
+
+def test_mutations_are_seen(programs: Programs) -> None:
+    done = programs.run(*JOBS, "mutations", "--nproc", 3, "--timeout", 60)
+    assert done.stdout.splitlines() == [f"red: {name}" for name, *_ in MUTATIONS]
+
+
+# ----------------------------------------------------------------------------------------------------- training
+
+
+def plain_loop(data: ImageData) -> tuple[DigitNet, list[float]]:
+    """The same training without a line of distributed code: one process, one model, mean of each batch."""
+    torch.manual_seed(1234)
+    model = DigitNet(data.size, data.classes)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.5)
+    found = []
+    for epoch in range(3):
+        order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1234 + epoch)).tolist()
+        for start in range(0, len(order), 24):
+            images, labels, _ = data.normalise(data.train.__getitems__(order[start : start + 24]))
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+    return model, found
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """193 samples: the last batch of each epoch has one, so that all ranks but the first have none."""
+    folder = tmp_path_factory.mktemp("small")
+    write_idx(folder, train=193, test=101, size=12, classes=10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(small: Path) -> tuple[DigitNet, list[float]]:
+    return plain_loop(idx_folder(small))
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_every_algorithm_equals_a_plain_loop(
+    programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]], nproc: int
+) -> None:
+    done = programs.run(*JOBS, "trainings", "--nproc", nproc, "--dataset", small, "--folder", tmp_path)
+    assert done.stderr == NO_GPU * (len(WAYS) + 1)
+    model, expected = reference
+    data = idx_folder(small)
+    images, labels, _ = data.normalise(data.test.__getitems__(list(range(101))))
+    with torch.inference_mode():
+        scores = model(images).softmax(dim=1)
+    metrics = classification_metrics(scores.topk(5).indices, labels, 10, scores)
+    for way in WAYS:
+        found = result(tmp_path / way)  # it is written only if all ranks hold the same parameters
+        assert (found["algorithm"], found["world_size"], found["steps"]) == (way, nproc, 27)
+        torch.testing.assert_close(losses(tmp_path / way), expected, rtol=2e-5, atol=1e-6)
+        for name, value in parameters(tmp_path / way).items():
+            torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+        best = found["metrics"].pop("best_accuracy")
+        assert found["metrics"] == metrics
+        assert best >= metrics["accuracy"]
+    length = sum(value.numel() for value in model.parameters())
+    chunks = [len(chunk) for chunk in torch.zeros(length).tensor_split(nproc)]
+    elements = 2 * length - chunks[1 % nproc] - chunks[2 % nproc] if nproc > 1 else 0
+    assert result(tmp_path / "ring")["bytes_sent"] == 27 * 4 * elements
+    assert result(tmp_path / "bf16")["bytes_sent"] == 27 * 2 * elements, "half the bytes"
+    assert result(tmp_path / "shared-memory")["bytes_sent"] == 0
+    different = max(abs(a - b) for a, b in zip(losses(tmp_path / "bf16"), expected, strict=True))
+    assert 1e-5 < different < 2e-2, "rounding is visible, and small"
+
+
+def test_a_run_that_is_cut_off_and_resumed_is_bit_identical(programs: Programs, tmp_path: Path, small: Path) -> None:
+    done = programs.run(*JOBS, "resumes", "--nproc", 3, "--dataset", small, "--folder", tmp_path)
+    assert re.findall(r"resumed from .* at step (\d+)", done.stdout) == ["12"] * len(WAYS), "4 steps into epoch 2"
+    for way in WAYS:
+        before, after = tmp_path / way, tmp_path / f"{way}-resumed"
+        assert result(before)["parameter_hash"] == result(after)["parameter_hash"]
+        assert losses(before) == losses(after)
+
+
+SMALL = ("--epochs", 3, "-b", 24, "--lr", 0.1, "--precision", "fp32")
+
+
+def test_two_nodes_under_torchrun(
+    programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]], free_port: int
+) -> None:
+    """Two agents on loopback, two ranks each: a shared memory per node, and a ring between the nodes."""
+    nodes = [
+        programs.start(
+            *TORCHRUN, "--nnodes", 2, "--nproc-per-node", 2, "--node-rank", node, "--master-addr", "127.0.0.1",
+            "--master-port", free_port, *TRAIN, "-a", "shared-memory", "--dataset", small, *SMALL, "--out", tmp_path,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    for node in nodes:
+        programs.finish(node)
+    found = result(tmp_path)
+    assert (found["launcher"], found["nodes"], found["world_size"]) == ("torchrun", 2, 4)
+    torch.testing.assert_close(losses(tmp_path), reference[1], rtol=2e-5, atol=1e-6)
+    length = sum(value.numel() for value in reference[0].parameters())
+    assert found["bytes_sent"] == 27 * 4 * length, "2 (N - 1) / N of the gradients for N = 2 nodes"
+
+
+# ---------------------------------------------------------------------------------------------- what goes wrong
+
+ENDLESS = ("--epochs", 1000, "--nproc", 3, "--timeout", 5, "--checkpoint-every", 5)
+
+
+def worker(programs: Programs, out: Path, eventually: Eventually) -> int:
+    """A process id of a rank, of a run that is training."""
+    eventually(lambda: list((out / "checkpoints").glob("step-*")), 60, "a checkpoint")
+    children = [pid for pid in sorted(programs.left()) if threads(pid) > 3]
+    return children[-1]
+
+
+def threads(pid: int) -> int:
+    """The threads of a process: only those that have joined a group have some."""
+    try:
+        return len(list(Path(f"/proc/{pid}/task").iterdir()))
+    except OSError:
+        return 0
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "shared-memory"])
+def test_a_silent_rank_ends_the_others(
+    programs: Programs, tmp_path: Path, algorithm: str, eventually: Eventually
+) -> None:
+    """A rank is stopped (as by a debugger, or a machine that is lost): its messages never come."""
+    process = programs.start(*TRAIN, *ENDLESS, "-a", algorithm, "--out", tmp_path)
+    silent = worker(programs, tmp_path, eventually)
+    os.kill(silent, signal.SIGSTOP)
+    started = time.monotonic()
+    done = programs.finish(process, code=1)
+    assert time.monotonic() - started < 60, "5 seconds on a loaded machine, and not the 120 of the default"
+    assert re.search(r"error: rank \d: lost another process: .*(Timed out waiting|timeout caused)", done.stderr), (
+        done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert programs.gone(within=2)
+
+
+def shared_memories() -> set[str]:
+    """Pieces of shared memory that some process still has."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            found |= {line.split()[4] for line in maps.read_text().splitlines() if "memfd:gradients" in line}
+        except OSError:
+            continue
+    return found
+
+
+def test_killed_ranks_leave_no_shared_memory(programs: Programs, tmp_path: Path, eventually: Eventually) -> None:
+    files = set(Path("/dev/shm").iterdir())
+    others = shared_memories()
+    process = programs.start(*TRAIN, *ENDLESS, "-a", "shared-memory", "--out", tmp_path / "one")
+    rank = worker(programs, tmp_path / "one", eventually)
+    assert len(shared_memories() - others) == 1
+    os.kill(rank, signal.SIGKILL)
+    done = programs.finish(process, code=1)
+    assert re.search(r"error: .*(was ended by SIGKILL|lost another process)", done.stderr), done.stderr
+    process = programs.start(*TRAIN, *ENDLESS, "-a", "shared-memory", "--out", tmp_path / "all")
+    worker(programs, tmp_path / "all", eventually)
+    programs.kill()  # all at once
+    process.communicate()
+    assert programs.gone()
+    assert shared_memories() <= others
+    assert not {path for path in set(Path("/dev/shm").iterdir()) - files if "gradients" in path.name}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-a", "shared-memory", "--compress", "bf16"], "--compress bf16 does not go with shared-memory: use flat"),
+        (["-a", "rings"], "invalid choice|rings"),
+        (["--nproc", 2, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 ranks; use 8"),
+    ],
+)
+def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[object], words: str) -> None:
+    done = programs.run(*TRAIN, *flags, "--out", tmp_path, code=2)
+    assert re.fullmatch(rf"error: .*({words}).*\n", done.stderr), done.stderr
+
+
+def test_memory_that_cannot_be_had_is_a_users_mistake(programs: Programs, tmp_path: Path) -> None:
+    """A file size limit stands for a machine with too little memory."""
+    limited = "import resource as r, runpy, sys; r.setrlimit(r.RLIMIT_FSIZE, (10**5, 10**5)); "
+    limited += f"sys.argv[0] = 'train'; runpy.run_module('{EXAMPLE}.train', run_name='__main__', alter_sys=True)"
+    done = programs.run(
+        "-c", limited, "-a", "shared-memory", "--out", tmp_path / "out", env={"PYTHONPATH": str(ROOT)}, code=2
+    )
+    assert re.search(r"error: [\d,]+ bytes of shared memory cannot be had \(File too large\)", done.stderr)
+
+
+# ------------------------------------------------------------------------------------------------- partitioning
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300), st.lists(st.integers(0, 20), min_size=1, max_size=9).filter(any), st.integers(0, 5))
+def test_no_sample_is_lost_or_twice(samples: int, weights: list[int], seed: int) -> None:
+    sizes = [weight / sum(weights) for weight in weights]
+    parts = [DataPartitioner(samples, sizes, seed).use(rank) for rank in range(len(sizes))]
+    assert sorted(index for part in parts for index in part) == list(range(samples))
+    for part, size in zip(parts, sizes, strict=True):
+        assert abs(len(part) - size * samples) < 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(0, 5))
+def test_equal_parts_are_dealt_like_cards(samples: int, size: int, seed: int) -> None:
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
+    for rank in range(size):
+        assert DataPartitioner(samples, [1 / size] * size, seed).use(rank) == order[rank::size]
+
+
+def test_seven_ranks_keep_all_of_mnist() -> None:
+    parts = [DataPartitioner(60_000, [1 / 7] * 7).use(rank) for rank in range(7)]
+    assert sum(map(len, parts)) == 60_000, "int(60000 / 7) * 7 is 59,997"
+    with pytest.raises(UserError, match="no shares that add up to 1"):
+        DataPartitioner(10, [0.5, 0.4])
+
+
+# ----------------------------------------------------------------------------------------------------- the tour
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_the_tour_checks_every_rank(programs: Programs, nproc: int) -> None:
+    done = programs.run("-m", f"{EXAMPLE}.tour", "--nproc", nproc)
+    assert done.stderr == ""
+    assert done.stdout.endswith(f"every rank checked what it holds: {len(TOPICS) + 1} topic(s), {nproc} ranks\n")
+    if nproc == 4:
+        page = (ROOT / "examples/manual_allreduce_sgd/README.md").read_text()
+        shown = [block for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if "rank  before" in block]
+        assert shown
+        for block in shown:
+            assert block in done.stdout
+
+
+def test_a_wrong_topic_is_one_line(programs: Programs) -> None:
+    done = programs.run("-m", f"{EXAMPLE}.tour", "--nproc", 2, "broadcats", code=2)
+    assert done.stderr.startswith("error: broadcats is no topic; there are send-recv, isend-irecv, ")
+
+
+def test_the_smallest_program(programs: Programs) -> None:
+    done = programs.run("-m", f"{EXAMPLE}.run", "--nproc", 3)
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3: the sum of all ranks is 3" for rank in range(3)]

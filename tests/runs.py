@@ -1,0 +1,44 @@
+"""What runs leave behind, and runs of code that is broken on purpose."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
+Result = dict[str, Any]
+Eventually = Callable[[Callable[[], object], float, str], None]
+
+
+def result(out: Path) -> Result:
+    return json.loads((out / "result.json").read_text())
+
+
+def losses(out: Path) -> list[float]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    found = {record["step"]: record["loss/train"] for record in records if "loss/train" in record}
+    assert list(found) == list(range(1, len(found) + 1))
+    return list(found.values())
+
+
+def predictions(out: Path) -> list[list[str]]:
+    return list(csv.reader((out / "predictions.csv").read_text().splitlines()))
+
+
+def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
+    """A copy of the project in which one thing is broken: (file, before, after)."""
+    for name in ("common", "examples"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, old, new in changes:
+        source = (folder / path).read_text()
+        assert old in source
+        (folder / path).write_text(source.replace(old, new))
+    return folder
+
+
+def newest_step(out: Path) -> int:
+    return max((int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("step-*.pt")), default=0)
