@@ -151,16 +151,15 @@ def build_cache(train: Path, cache: Path) -> dict[str, float]:
     from common.pixel_cache import pixel_cache
 
     dataset = ImageFolder(train, 224, training=True)
-    files = [dataset.file(index) for index in range(len(dataset))]
     wall, cpu = time.perf_counter(), time.process_time()
-    pixel_cache(cache, files, dataset.pixels, threads=torch.get_num_threads())
+    pixel_cache(cache, dataset.root, dataset.names, dataset.pixels, threads=torch.get_num_threads())
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     size = sum(path.stat().st_size for path in cache.rglob("*.pixels"))
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "mib": size / 2**20,
-        "times_the_files": size / sum(path.stat().st_size for path in files),
+        "times_the_files": size / sum(path.stat().st_size for path in map(dataset.file, range(len(dataset)))),
     }
 
 
@@ -187,8 +186,7 @@ def measure_input(train: Path, ours: bool, normalised: bool, cache: Path | None)
     if ours:
         dataset = ImageFolder(train, 224, training=True)
         if cache:
-            files = [dataset.file(index) for index in range(len(dataset))]
-            pixels, decoded = pixel_cache(cache, files, dataset.pixels, threads=1)
+            pixels, decoded = pixel_cache(cache, dataset.root, dataset.names, dataset.pixels, threads=1)
             assert decoded == 0
             dataset = ImageFolder(train, 224, training=True, cache=pixels)
     else:  # as in imagenet/main.py

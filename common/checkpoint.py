@@ -140,7 +140,10 @@ class Checkpoints:
         if resume == "no" and world.place.attempt == 0:
             _start_afresh(self.folder, world)
             return None
-        found = latest(self.folder, world) if resume in ("auto", "no") else read(Path(resume))
+        found = None if resume in ("auto", "no") else read(Path(resume))
+        if found is None or world.place.attempt > 0:  # restarted workers have gone on from it, and saved
+            newest = latest(self.folder, world)
+            found = newest if found is None or (newest and newest.step > found.step) else found
         agree(world, found.step if found else 0, "the step to resume from")
         if found is None:
             return None
@@ -300,7 +303,8 @@ def _set_aside(newer: list[Path], world: World) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first."""
-    return sorted((path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)), key=_step, reverse=True)
+    found = [path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (_step(path), path.stat().st_mtime_ns), reverse=True)
 
 
 def _step(path: Path) -> int:

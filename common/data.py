@@ -261,7 +261,7 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
 
     def order(self) -> Tensor:
         """The permutation of the epoch, [length], the same on all ranks."""
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + self._epoch) % 2**63)
         return torch.randperm(self._length, generator=generator)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
@@ -272,6 +272,11 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
             share = -(-len(batch) // self._world.size)
             positions = torch.arange(share) * self._world.size + self._world.rank
             yield [(self._epoch, index) for index in batch[positions % len(batch)].tolist()]
+
+    def smallest(self, most: int) -> int:
+        """The fewest samples that a rank has at once in an epoch, when it cuts its batches into parts of `most`."""
+        share = -(-(self._length % self._batch_size or self._batch_size) // self._world.size)
+        return min(share, share % most or most)
 
     def seen(self) -> Tensor:
         """How often this rank has trained on each sample in this epoch before the step to begin with: [N], int32."""
@@ -285,7 +290,8 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
 class Batches:
     """Batches of images, on the device and normalised.
 
-    On CUDA the next batch is copied and normalised while the device computes with this one, on a stream of its own.
+    On CUDA a batch is copied and normalised on a stream of its own: the host is ahead of the device, so that happens
+    while the device computes with the batch before.
 
     Args:
         loader: gives `images.Batch`.
@@ -313,34 +319,22 @@ class Batches:
             UserError: an image is broken.
         """
         device = self.numerics.device
-        side = torch.cuda.Stream(device) if device.type == "cuda" else None
         std, mean = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (STD, MEAN))
         scale, shift = 1 / (255 * std), -mean / std  # once per epoch: copying them would make the host wait
-        ready: tuple[Tensor, Tensor, Tensor] | None = None
+        side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream(device))  # for scale and shift
         for batch in _unwrapped(self.loader):
             self.broken.update(batch.broken)
             with torch.cuda.stream(side):  # no stream: does nothing
                 images = self.numerics.images(batch.images).float().mul_(scale).add_(shift)  # [B, 3, H, W]
-                following = images, batch.labels.to(device, non_blocking=True), batch.indices
-            if ready is not None:
-                yield self._handed_over(ready, side)
-            ready = following
-            if side is None:  # nothing to overlap: later batches would only need memory
-                yield ready
-                ready = None
-        if ready is not None:
-            yield self._handed_over(ready, side)
-
-    def _handed_over(
-        self, batch: tuple[Tensor, Tensor, Tensor], side: "torch.cuda.Stream | None"
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Make the computing stream wait for the copy, and the memory stay until it has computed."""
-        if side is not None:
-            computing = torch.cuda.current_stream(self.numerics.device)
-            computing.wait_stream(side)
-            for tensor in batch[:2]:
-                tensor.record_stream(computing)
-        return batch
+                labels = batch.labels.to(device, non_blocking=True)
+            if side is not None:
+                computing = torch.cuda.current_stream(device)
+                computing.wait_stream(side)
+                for tensor in (images, labels):
+                    tensor.record_stream(computing)  # the memory stays until it has computed
+            yield images, labels, batch.indices
 
 
 def _unwrapped(loader: "DataLoader[Any]") -> Iterator[Any]:
@@ -397,7 +391,7 @@ def _as_it_is(batch: Any) -> Any:
 def _start_worker(number: int) -> None:
     """Loader workers leave signals to the rank that started them, and end at once when it is gone."""
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signum, signal.SIG_IGN)  # both reach whole process groups: Ctrl-C, `timeout`, SLURM
     end_with_parent()
     seed_loader_worker(number)
 

@@ -566,11 +566,20 @@ def settle(model: nn.Module, *inputs: Tensor) -> None:
 
     Args:
         model: the wrapped model.
-        inputs: tensors as in training, of any batch size.
+        inputs: tensors as in training, of any batch size; the smallest that training will bring is tried best.
+
+    Raises:
+        UserError: the batch is too small for the model's BatchNorm.
     """
     random = random_state()
     buffers = [buffer.clone() for buffer in model.buffers()]
-    model(*inputs).float().sum().backward()
+    try:
+        model(*inputs).float().sum().backward()
+    except ValueError as error:
+        raise UserError(
+            f"the last batch of an epoch brings a rank {len(inputs[0])} sample(s) at once, too few for this model "
+            f"({error}): change --batch-size"
+        ) from None
     for parameter in model.parameters():
         parameter.grad = None
     for buffer, before in zip(model.buffers(), buffers, strict=True):

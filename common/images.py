@@ -8,6 +8,7 @@ Everything random follows from (seed, epoch, index of the sample): it does not m
 whether the run was interrupted.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import io
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ from common.errors import UserError
 from common.pixel_cache import PixelCache, pixel_cache
 
 # nvimgcodec decodes a region of a JPEG without computing the rest; it has no wheel for macOS.
-DECODER = "nvimgcodec" if importlib.util.find_spec("nvidia.nvimgcodec") else "Pillow"
+DECODER = (
+    "nvimgcodec" if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec") else "Pillow"
+)
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # RandomResizedCrop's: share of the area, width / height
 KEPT = 224 / 256  # what CenterCrop(224) keeps of the shorter side after Resize(256)
 
@@ -128,6 +131,11 @@ class ImageFolder(Dataset[Batch]):
         """The paths of all images, relative to the root."""
         return [os.fsdecode(bytes(name)) for name in self._files]
 
+    @property
+    def digest(self) -> str:
+        """Of the names and classes of all images."""
+        return hashlib.sha256(self._files.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+
     def mistake(self, index: int, error: Exception) -> UserError:
         """What to tell the user about a broken image."""
         return UserError(f"{self.file(index)} cannot be used ({error}): remove or replace it, or give --skip-broken")
@@ -215,6 +223,11 @@ class SyntheticImages(Dataset[Batch]):
         return random.integers(0, 128, (8, self.size, self.size, 3), np.uint8)
 
     @property
+    def digest(self) -> str:
+        """Of what makes the images."""
+        return f"synthetic {self.count} {self.number_of_classes} {self.seed}"
+
+    @property
     def classes(self) -> list[str]:
         """The names of the classes."""
         return [f"pattern-{number}" for number in range(self.number_of_classes)]
@@ -271,6 +284,16 @@ class ImageSets:
             "image_size": self.size,
         }
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to be resumed: the samples, wherever they lie."""
+        return {
+            "train_samples": len(self.train),
+            "classes": len(self.classes),
+            "image_size": self.size,
+            "files": self.train.digest,
+        }
+
     def __str__(self) -> str:
         """One line."""
         decoder = "" if isinstance(self.train, SyntheticImages) else f", decoded by {DECODER}"
@@ -299,7 +322,8 @@ def image_folders(
     train = ImageFolder(directory / "train", size, training=True, seed=seed, skip_broken=skip_broken)
     val = ImageFolder(directory / "val", size, training=False, skip_broken=skip_broken, classes=tuple(train.classes))
     if cache:
-        train, val = (replace(part, cache=_cached(part, cache, world)) for part in (train, val))
+        for part in (train, val):
+            object.__setattr__(part, "cache", _cached(part, cache, world))  # `replace` would list the files again
     return ImageSets(str(directory), train, val)
 
 
@@ -319,8 +343,7 @@ def _cached(images: ImageFolder, directory: Path, world: World) -> PixelCache:
             raise images.mistake(index, error) from None
 
     started = time.monotonic()
-    files = [images.file(index) for index in range(len(images))]
-    cache, decoded = pixel_cache(directory, files, pixels, world.cores)
+    cache, decoded = pixel_cache(directory, images.root, images.names, pixels, world.cores)
     done = f"{decoded} decoded in {time.monotonic() - started:.1f} s by rank 0" if decoded else "all there already"
     say(world, f"cache {cache.folder}: {len(images)} images, {done}")
     return cache
@@ -526,8 +549,9 @@ def drawn_images(directory: Path, world: World, train: int = 600, val: int = 200
                 with tempfile.TemporaryDirectory(dir=directory) as unfinished:
                     for part, count in (("train", train), ("val", val)):
                         _draw_part(Path(unfinished) / "shapes" / part, count, size)
-                    with suppress(FileExistsError):  # another run was faster
+                    with suppress(OSError):  # another run, or another node, was faster
                         (Path(unfinished) / "shapes").rename(folder)
+                assert folder.is_dir()
             except OSError as error:
                 raise UserError(f"{folder} cannot be written ({error.strerror}): choose another --out") from None
     return folder

@@ -316,6 +316,7 @@ def preload(place: Place, also: Sequence[str] = ()) -> None:
         modules = ("launcher", "data", "metrics", "report")
         multiprocessing.set_forkserver_preload([*(f"common.{name}" for name in modules), "torch._dynamo", *also])
         resource_tracker.ensure_running()  # here, because it opens the signal mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while the server imports: only we react
+        # Ctrl-C, `timeout` and SLURM signal all processes: we and the ranks react, the server is needed to the end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -72,7 +73,7 @@ class PixelCache:
 
 
 def pixel_cache(
-    directory: Path, files: Sequence[Path], decode: Callable[[int], Pixels | None], threads: int
+    directory: Path, root: Path, names: Sequence[str], decode: Callable[[int], Pixels | None], threads: int
 ) -> tuple[PixelCache, int]:
     """Open the cache of some image files; what is missing is decoded by all processes that ask at the same time.
 
@@ -80,7 +81,8 @@ def pixel_cache(
 
     Args:
         directory: holds caches.
-        files: the images.
+        root: the folder of the images; it may be elsewhere when the cache is used again.
+        names: the images, relative to it.
         decode: gives the pixels of an image by its number, [H, W, 3], or None if it is broken and to be passed over.
         threads: how many to decode with.
 
@@ -90,17 +92,16 @@ def pixel_cache(
     Raises:
         UserError: an image is broken, or the disk is full.
     """
-    folder = directory / _digest(files)
-    wanted = dict(enumerate(files[start : start + CHUNK] for start in range(0, len(files), CHUNK)))
-    decoded = 0
+    folder = directory / _digest(root, names)
+    missing, decoded = list(range(-(-len(names) // CHUNK))), 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(threads) as pool:
-            while missing := [chunk for chunk in wanted if _open(folder / _name(chunk)) is None]:
+            while missing := [chunk for chunk in missing if _open(folder / _name(chunk)) is None]:
                 # Each thread begins elsewhere, so that processes rarely meet at the same chunk.
                 begin = os.getpid() % len(missing)
                 jobs = [
-                    pool.submit(_make, folder, chunk, len(wanted[chunk]), decode)
+                    pool.submit(_make, folder, chunk, min(CHUNK, len(names) - chunk * CHUNK), decode)
                     for chunk in missing[begin:] + missing[:begin]
                 ]
                 made = 0
@@ -115,7 +116,7 @@ def pixel_cache(
                     time.sleep(0.05)  # others are at work on what is missing
     except OSError as error:
         raise UserError(f"--cache {directory} cannot be written ({error.strerror}); {_space(directory)}") from None
-    return PixelCache(folder, len(files)), decoded
+    return PixelCache(folder, len(names)), decoded
 
 
 def _make(folder: Path, chunk: int, count: int, decode: Callable[[int], Pixels | None]) -> int:
@@ -160,10 +161,14 @@ def _open(path: Path) -> tuple[NDArray[np.uint64], Pixels] | None:
     """The table and the whole file as a memory map; None if it is missing, or not as it was written."""
     start = len(MAGIC) + 16
     try:
-        content = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError):
+        length = path.stat().st_size
+    except FileNotFoundError:
         return None
-    if len(content) < start or bytes(content[: len(MAGIC)]) != MAGIC:
+    if length < start:
+        return None
+    # Not np.memmap: it keeps a file open per map, of which a process may have a thousand, and a cache 20,000 chunks.
+    content: Pixels = torch.from_file(str(path), shared=False, size=length, dtype=torch.uint8).numpy()
+    if bytes(content[: len(MAGIC)]) != MAGIC:
         return None
     count, checksum = (int(value) for value in content[len(MAGIC) : start].view(np.uint64))
     if len(content) < start + 8 * COLUMNS * count:
@@ -179,11 +184,11 @@ def _name(chunk: int) -> str:
     return f"chunk-{chunk:06d}.pixels"
 
 
-def _digest(files: Sequence[Path]) -> str:
+def _digest(root: Path, names: Sequence[str]) -> str:
     digest = hashlib.sha256(MAGIC)
-    for path in files:
-        status = path.stat()
-        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+    for name in names:
+        status = (root / name).stat()
+        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]
 
 

@@ -89,7 +89,8 @@ class Numerics:
         import torch
 
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        return images.to(self.device, non_blocking=True, memory_format=layout)
+        # Not in one step: another layout would first be made on the host, in memory that is not pinned.
+        return images.to(self.device, non_blocking=True).contiguous(memory_format=layout)
 
 
 def _native_bf16() -> bool:

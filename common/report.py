@@ -361,6 +361,8 @@ class Report:
             for name, value in values.items():
                 group, _, label = name.partition("/")
                 curves.setdefault(group, {}).setdefault(label, []).append((step, value))
+        if not curves:  # resumed at its end, in another folder
+            return
         figure, axes = pyplot.subplots(1, len(curves), figsize=(5 * len(curves), 3.6), squeeze=False)
         for axis, (group, lines) in zip(axes[0], curves.items(), strict=True):
             for label, points in lines.items():

@@ -34,7 +34,7 @@ class Programs:
         return subprocess.Popen(
             [sys.executable, *map(str, words)],
             cwd=cwd or self.cwd,
-            env=clean | {MARK: self.token, "NO_COLOR": "1"} | self.env | (env or {}),
+            env=clean | {MARK: self.token, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""} | self.env | (env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -59,13 +59,14 @@ class Recipe:
         )
         share(momentum=self.momentum, label_smoothing=self.label_smoothing, ema=self.ema)
 
-    def model(self, classes: int, size: int, world: World) -> nn.Module:
+    def model(self, classes: int, size: int, world: World, training: bool) -> nn.Module:
         """Build the model.
 
         Args:
             classes: number of outputs.
             size: height and width of the images, in pixels: models with positions in them depend on it.
             world: this process's world; one process per node downloads weights.
+            training: whether parameters may be random.
 
         Raises:
             UserError: no such model, images too small for it, weights that cannot be had, --sync-bn on a CPU.
@@ -86,7 +87,11 @@ class Recipe:
         elif self.arch.startswith("maxvit"):
             options["input_size"] = (size, size)
         elif self.arch in ("googlenet", "inception_v3"):
-            options |= {"aux_logits": False, "init_weights": True}  # without the extra heads for training
+            options |= {
+                "aux_logits": False,
+                "init_weights": True,
+                "transform_input": self.pretrained,
+            }  # without the extra heads for training
         try:
             model = models.get_model(self.arch, weights=None, **options)
             copy.deepcopy(model).to("meta").eval()(torch.empty(1, 3, size, size, device="meta"))  # shapes, no numbers
@@ -96,7 +101,7 @@ class Recipe:
                 f"-a {self.arch} cannot take images of {size}x{size} ({reason}): change --image-size"
             ) from None
         if self.pretrained:
-            _load_pretrained(model, self.arch, world)
+            _load_pretrained(model, self.arch, world, training)
         return nn.SyncBatchNorm.convert_sync_batchnorm(model) if self.sync_bn else model
 
     def optimizer(self, model: nn.Module, batch_size: int) -> SGD:
@@ -114,6 +119,10 @@ class Recipe:
         """
         from torch.optim import lr_scheduler
 
+        if self.start_epoch >= epochs:
+            raise UserError(
+                f"--start-epoch {self.start_epoch}: the run ends after --epochs {epochs}; epochs count from 0"
+            )
         steps, warm_up = epochs * steps_per_epoch, round(min(self.warmup_epochs, epochs / 2) * steps_per_epoch)
 
         def factor(step: int) -> float:
@@ -133,7 +142,7 @@ class Recipe:
         return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.ema), use_buffers=True)
 
 
-def _load_pretrained(model: nn.Module, arch: str, world: World) -> None:
+def _load_pretrained(model: nn.Module, arch: str, world: World, training: bool) -> None:
     """Set torchvision's weights; a last layer with another number of outputs stays random."""
     import torch
     from torchvision import models
@@ -151,5 +160,10 @@ def _load_pretrained(model: nn.Module, arch: str, world: World) -> None:
             ) from None
     own = model.state_dict()
     fitting = {name: value for name, value in loaded.items() if name in own and value.shape == own[name].shape}
+    random = ", ".join(sorted(own.keys() - fitting.keys()))
+    if random and not training:
+        raise UserError(
+            f"--evaluate --pretrained: torchvision's weights are of other classes (no {random}); train first"
+        )
     model.load_state_dict(fitting, strict=False)
-    say(world, f"weights {weights} loaded, but for {', '.join(sorted(own.keys() - fitting.keys())) or 'none'}")
+    say(world, f"weights {weights} loaded" + (f", but for {random}" if random else ""))

@@ -112,7 +112,7 @@ def train(args: Args, world: World, report: Report) -> None:
     report.introduce(f"{args.recipe.arch} on {data}", numerics, batch_size, shares)
     loader, sampler = train_loader(data.train, batch_size, world, numerics, args.seed, args.images.workers)
     test_loader = eval_batches(data.val, 2 * micro, world, numerics, args.images.workers)
-    model = numerics.prepare(args.recipe.model(len(data.classes), data.size, world))
+    model = numerics.prepare(args.recipe.model(len(data.classes), data.size, world, not args.evaluate))
     average = args.recipe.average(model)  # of the weights, with --ema
     judged = average.module if average else model
 
@@ -127,8 +127,8 @@ def train(args: Args, world: World, report: Report) -> None:
         progress["metrics"] = found.metrics
         return found.metrics["accuracy"]
 
-    settings = {"epochs": epochs, "global_batch": batch_size, "accumulate": args.accumulate, "seed": args.seed}
-    config = settings | asdict(args.recipe) | data.facts | numerics.settings
+    settings = {"epochs": epochs, "global_batch": batch_size, "seed": args.seed}
+    config = settings | asdict(args.recipe) | data.identity | numerics.settings
     progress: dict[str, Any] = {"epoch": args.recipe.start_epoch, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
     if args.evaluate:
         progress["best"] = judge(f"evaluation of {load_model(args.resume, args.out, judged, world)}")
@@ -149,7 +149,7 @@ def train(args: Args, world: World, report: Report) -> None:
         progress = start.progress if start else progress
         report.begin(progress["step"], start)
         with numerics.autocast():
-            settle(ddp, numerics.images(torch.zeros(micro, 3, data.size, data.size)))
+            settle(ddp, numerics.images(torch.zeros(sampler.smallest(micro), 3, data.size, data.size)))
 
         with checkpoints, report.profiling(args.profile), Stop() as stop:
             for epoch in range(progress["epoch"], epochs):
@@ -176,14 +176,14 @@ def train(args: Args, world: World, report: Report) -> None:
                     schedule.step()
                     if average:
                         average.update_parameters(model)
-                    seen[indices[:mine]] += 1
+                    seen.index_add_(0, indices[:mine], torch.ones(mine, dtype=torch.int32))
                     progress["batch"] += 1
                     progress["step"] += 1
                     report.loss(progress["step"], torch.stack(losses).sum(), total)
                     if progress["step"] % args.print_freq == 0:
                         report.progress(f"{name}, step {progress['batch']}/{len(loader)}")
                     signum = stop.agreed()
-                    if signum or progress["step"] % args.checkpoint_every == 0:
+                    if signum or progress["step"] % args.checkpoint_every == 0 or progress["batch"] == len(loader):
                         report.gather_losses()
                         checkpoints.save(progress)
                     if signum:
@@ -195,8 +195,8 @@ def train(args: Args, world: World, report: Report) -> None:
                 progress |= {"epoch": epoch + 1, "batch": 0}
                 checkpoints.save(progress)
 
-    metrics = progress["metrics"] | {"best_accuracy": progress["best"]}
-    report.finish(**config, steps=progress["step"], metrics=metrics, parameter_hash=prove_replicas_agree(judged, world))
+    config |= data.facts | {"metrics": progress["metrics"] | {"best_accuracy": progress["best"]}}
+    report.finish(**config, steps=progress["step"], parameter_hash=prove_replicas_agree(judged, world))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ TINY = (
 SMALL_MODEL = (RECIPE, "model = models.get_model(self.arch, weights=None, **options)", f"model = {TINY}")
 # 101 images: 9 batches of 12, the last of 5; neither 2 nor 3 nor 4 divides it
 FLAGS = ("--epochs", 8, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
+Reference = tuple[nn.Module, list[float], dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +60,14 @@ def order(epoch: int, count: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> tuple[nn.Module, list[float]]:
-    """The same training without a line of distributed code: one process, one model, mean of each batch."""
+def reference(folder: Path) -> Reference:
+    """The same training without a line of distributed code: model, loss of each step, average of the weights."""
     torch.manual_seed(0)
     model = eval(TINY, {"nn": nn, "classes": 3})
     data = ImageFolder(folder / "train", 32, training=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, 0.9, weight_decay=1e-4)
-    found = []
+    found: list[float] = []
+    average: dict[str, Tensor] = {}
     for epoch in range(8):
         shuffled = order(epoch, 101)
         for number, start in enumerate(range(0, 101, 12)):
@@ -78,7 +80,9 @@ def reference(folder: Path) -> tuple[nn.Module, list[float]]:
             loss.backward()
             optimizer.step()
             found.append(loss.item())
-    return model, found
+            for name, value in model.state_dict().items():
+                average[name] = 0.9 * average[name] + 0.1 * value if name in average else value.clone()
+    return model, found, average
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +98,8 @@ def undisturbed(
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-def test_ranks_equal_a_plain_loop(
-    undisturbed: dict[int, Path], folder: Path, reference: tuple[nn.Module, list[float]], nproc: int
-) -> None:
-    model, expected = reference
+def test_ranks_equal_a_plain_loop(undisturbed: dict[int, Path], folder: Path, reference: Reference, nproc: int) -> None:
+    model, expected, _ = reference
     out = undisturbed[nproc]
     torch.testing.assert_close(losses(out), expected, rtol=2e-4, atol=0)
     val = ImageFolder(folder / "val", 32, training=False)
@@ -159,7 +161,7 @@ def test_killed_and_resumed_is_bit_identical(
     process = programs.start(*flags, cwd=tiny)
     eventually(lambda: newest_step(tmp_path) >= stopped + 8, 100, "8 steps more")
     started = time.monotonic()
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)  # as `timeout` and SLURM do: loader workers get it, too
     done = programs.finish(process, 143)
     assert time.monotonic() - started < 15
     assert programs.gone(within=2), "loader workers, too"
@@ -170,23 +172,25 @@ def test_killed_and_resumed_is_bit_identical(
 
 
 def test_cache_accumulation_and_ddp_options_change_nothing_that_they_should_not(
-    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path]
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], reference: Reference
 ) -> None:
     base = (*TRAIN, "--nproc", 2, *FLAGS, folder)
     cache = ("--cache", tmp_path / "cache")
     first = programs.run(*base, *cache, "--static-graph", "--out", tmp_path / "a", cwd=tiny).stdout
-    assert len(re.findall(r"cache .*: (?:101|23) images, \d+ decoded in", first)) == 2
+    assert len(re.findall(r"cache .*: (?:101|23) images", first)) == 2
     second = programs.run(*base, *cache, "--find-unused-parameters", "--out", tmp_path / "b", cwd=tiny).stdout
     assert len(re.findall(r"cache .*: (?:101|23) images, all there already", second)) == 2
     hashes = {result(out)["parameter_hash"] for out in (tmp_path / "a", tmp_path / "b", undisturbed[2])}
     assert len(hashes) == 1
-    more = ("--accumulate", 3, "--ema", 0.9, "--profile", 2, "--out", tmp_path / "c")
+    more = ("--accumulate", 3, "--static-graph", "--ema", 0.9, "--profile", 2, "--out", tmp_path / "c")
     programs.run(*base, *more, cwd=tiny)
     torch.testing.assert_close(losses(tmp_path / "c"), losses(undisturbed[2]), rtol=2e-4, atol=0)
     trace = json.loads((tmp_path / "c" / "trace.json").read_text())
     assert any("backward" in event.get("name", "") for event in trace["traceEvents"])
     average = torch.load(max((tmp_path / "c/checkpoints").glob("step-*")), weights_only=True)["ema"]
-    assert int(average["n_averaged"]) == 72
+    assert int(average.pop("n_averaged")) == 72
+    for name, value in average.items():
+        torch.testing.assert_close(value, reference[2][name.removeprefix("module.")], rtol=1e-3, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------- batch norm
@@ -221,7 +225,7 @@ def test_batch_norm_normalises_over_each_ranks_samples(programs: Programs, tmp_p
     torch.testing.assert_close(losses(tmp_path)[:2], expected, rtol=1e-3, atol=0)
     state = torch.load(next((tmp_path / "checkpoints").glob("step-00000002-*")), weights_only=True)["model"]
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=2e-2, atol=2e-4)
+        torch.testing.assert_close(state[name], value, rtol=2e-2, atol=2e-3)
 
 
 # ---------------------------------------------------------------------------------- what users of the field type
@@ -320,6 +324,8 @@ def test_real_photographs_are_learned(programs: Programs, tmp_path: Path, real_d
         (["--sync-bn", "DIR"], "--sync-bn: torch's SyncBatchNorm takes CUDA tensors only"),
         (["-b", 8, "--accumulate", 3, "DIR"], r"--batch-size 8 \(global\) cannot be divided by 1 ranks x 3 backward"),
         (["-e", "--resume", "auto", "DIR"], "out holds no checkpoint to evaluate"),
+        (["-b", 5, "--image-size", 32, "DIR"], "the last batch of an epoch brings a rank 1 sample"),
+        (["--start-epoch", 90, "DIR"], "--start-epoch 90: the run ends after --epochs 90"),
         (["-e", "DIR"], "--evaluate needs weights: give --resume auto"),
         (["--dummy", "DIR"], "--dummy makes images up: leave out DIR and --cache"),
         (["--gpu", 0, "DIR"], "--gpu 0: this machine has no CUDA device"),
@@ -376,13 +382,11 @@ def test_mutations_are_noticed_by_the_run_itself(
 
 def test_mutation_statistics_of_batch_norm_not_shared(programs: Programs, tmp_path: Path, folder: Path) -> None:
     broken = mutated(tmp_path / "broken", (PROGRAM, "dist.broadcast(buffer, 0)", "pass"))
-    flags = ("--nproc", 2, "--epochs", 1, "-b", 50, "--image-size", 32, "--out", tmp_path / "out", folder)
+    flags = ("--nproc", 2, "--epochs", 1, "-b", 50, "--image-size", 64, "--out", tmp_path / "out", folder)
     assert "the replicas differ" in programs.run(*TRAIN, *flags, cwd=broken, code=1).stderr
 
 
-def test_mutation_of_the_epochs_order(
-    programs: Programs, tmp_path: Path, folder: Path, reference: tuple[nn.Module, list[float]]
-) -> None:
+def test_mutation_of_the_epochs_order(programs: Programs, tmp_path: Path, folder: Path, reference: Reference) -> None:
     broken = mutated(tmp_path / "broken", SMALL_MODEL, (PROGRAM, "set_epoch(epoch, ", "set_epoch(0, "))
     programs.run(*TRAIN, *FLAGS, "--out", tmp_path / "out", folder, cwd=broken)
     found = losses(tmp_path / "out")
