@@ -54,6 +54,13 @@ def begin(cls: type[LaunchArgs], description: str | None, preload_also: Sequence
     return args, place
 
 
+def leave(code: int) -> NoReturn:
+    """End this process at once: taking the interpreter down frees a million objects one by one, which takes 2 s."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def parse(cls: type[Args], argv: Sequence[str] | None = None, description: str | None = None) -> Args:
     """Read the flags of `cls` (a frozen dataclass with a docstring under each field).
 

@@ -12,7 +12,6 @@ The command lines of pytorch/examples `imagenet/main.py` work here, with GPUs or
         --multiprocessing-distributed DIR                                       # the first of two nodes
 """
 
-import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Annotated, Any
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.errors import Stopped, UserError
-from common.flags import at_least, begin
+from common.flags import at_least, begin, leave
 from common.image_options import ImageOptions
 from common.launcher import Launch, Place
 from common.precision import Precision
@@ -200,4 +199,4 @@ def train(args: Args, world: World, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main_worker, place, args))
+    leave(launch(main_worker, place, args))

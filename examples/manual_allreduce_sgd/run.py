@@ -9,10 +9,9 @@ process that failed, and works across nodes.
 
 import multiprocessing
 import os
-import sys
 from dataclasses import dataclass
 
-from common.flags import at_least, parse
+from common.flags import at_least, leave, parse
 
 
 @dataclass(frozen=True)
@@ -73,4 +72,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(args))
+    leave(main(args))

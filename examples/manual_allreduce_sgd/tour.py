@@ -7,14 +7,13 @@
 Topics: see topics.py, and `support`: which calls the backends of this machine accept, found by trying.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from common.flags import begin
+from common.flags import begin, leave
 from common.launcher import Launch, Place
 
 
@@ -116,4 +115,4 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main_worker, place, args))
+    leave(launch(main_worker, place, args))

@@ -11,7 +11,6 @@
 All algorithms, with any number of processes, train the same up to rounding.
 """
 
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.errors import Stopped, UserError
-from common.flags import at_least, begin, share
+from common.flags import at_least, begin, leave, share
 from common.launcher import Launch, Place
 from common.precision import Precision
 
@@ -195,4 +194,4 @@ def train(args: Args, world: World) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main_worker, place, args))
+    leave(launch(main_worker, place, args))

@@ -4,12 +4,11 @@ python -m examples.mnist_ddp_spawn.sampler              # 3 processes, 10 sample
 python -m examples.mnist_ddp_spawn.sampler --nproc 2 --samples 7
 """
 
-import sys
 from dataclasses import dataclass
 
 from tyro.conf import OmitArgPrefixes
 
-from common.flags import at_least, begin
+from common.flags import at_least, begin, leave
 from common.launcher import Launch, Place
 
 
@@ -93,4 +92,4 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main_worker, place, args))
+    leave(launch(main_worker, place, args))

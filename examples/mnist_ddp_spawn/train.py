@@ -12,7 +12,6 @@ This program starts its processes itself (`mp.start_processes`, the general form
     python -m examples.mnist_ddp_spawn.train --nproc 1 --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
 """
 
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.errors import Stopped
-from common.flags import at_least, begin, share
+from common.flags import at_least, begin, leave, share
 from common.launcher import Launch, Place
 from common.precision import Precision
 
@@ -206,4 +205,4 @@ def train(args: Args, world: World) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(args, place))
+    leave(main(args, place))

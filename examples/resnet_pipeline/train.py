@@ -11,7 +11,6 @@ The schedules GPipe and 1F1B are written out in schedule.py; `--engine torch` ru
     torchrun --nproc-per-node 2 -m examples.resnet_pipeline.train                  # started by torchrun
 """
 
-import sys
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.errors import Stopped
-from common.flags import at_least, begin
+from common.flags import at_least, begin, leave
 from common.launcher import Launch, Place
 from common.precision import Precision
 from examples.resnet_pipeline.options import Cut
@@ -194,4 +193,4 @@ def train(args: Args, world: World) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main_worker, place, args))
+    leave(launch(main_worker, place, args))
