@@ -522,7 +522,7 @@ def _is_image(path: str) -> bool:
 SHAPES = ("checks", "circle", "cross", "dots", "frame", "ring", "square", "stripes-across", "stripes-down", "triangle")
 
 
-def drawn_images(directory: Path, world: World, train: int = 600, val: int = 200, size: int = 80) -> Path:
+def drawn_images(directory: Path, world: World, train: int = 480, val: int = 160, size: int = 80) -> Path:
     """Draw a folder of JPEGs, `train/<shape>/*.jpg` and `val/<shape>/*.jpg`, unless it is there already.
 
     One process per node draws while the others wait. Ten shapes in random places, sizes and colours, on a noisy

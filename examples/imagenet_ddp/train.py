@@ -26,7 +26,7 @@ from common.launcher import Launch, Place
 from common.precision import Precision
 from examples.imagenet_ddp.recipe import Recipe
 
-DEFAULTS = {"folder": (90, 256), "drawn": (8, 48), "dummy": (1, 48)}  # epochs, batch size
+DEFAULTS = {"folder": (90, 256), "drawn": (6, 48), "dummy": (1, 48)}  # epochs, batch size
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Args:
     """The flags of this program."""
 
     epochs: Annotated[int | None, arg(metavar="N")] = None
-    """Passes over the training set (default: 90; 8 for drawn images, 1 for --dummy)."""
+    """Passes over the training set (default: 90; 6 for drawn images, 1 for --dummy)."""
     batch_size: Annotated[int | None, arg(aliases=["-b"], metavar="N")] = None
     """GLOBAL batch size in images (default: 256; 48 without DIR)."""
     accumulate: Annotated[int, arg(metavar="N")] = 1
