@@ -421,7 +421,7 @@ def test_mutations_are_noticed_by_the_run_itself(
 
 def test_mutation_statistics_of_batch_norm_not_shared(programs: Programs, tmp_path: Path, folder: Path) -> None:
     broken = mutated(tmp_path / "broken", (PROGRAM, "dist.broadcast(buffer, 0)", "pass"))
-    flags = ("--nproc", 2, "--epochs", 1, "-b", 50, "--image-size", 64, "--out", tmp_path / "out", folder)
+    flags = ("--nproc", 2, "--epochs", 1, "-b", 34, "--image-size", 64, "--out", tmp_path / "out", folder)
     assert "the replicas differ" in programs.run(*TRAIN, *flags, cwd=broken, code=1).stderr
 
 
