@@ -25,8 +25,9 @@ setup: .venv/.ready
 demo: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn.train --nproc 2 --out $(OUT)
 
+# Two environments at a time: starting a process keeps one core busy, and the tests start hundreds.
 test: setup
-	@$(BIN)/tox run
+	@$(BIN)/tox run-parallel --parallel 2 --parallel-no-spinner
 
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup
