@@ -2,12 +2,14 @@
 
 import gzip
 import math
+import multiprocessing
 import signal
 import struct
 import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -370,6 +372,9 @@ def eval_batches(dataset: Any, batch_size: int, world: World, numerics: Numerics
 
 def _loader(dataset: Any, world: World, workers: int | None, **order: Any) -> "DataLoader[Any]":
     workers = default_workers(world) if workers is None else workers
+    if workers:
+        # Before `multiprocessing` ends a process, it asks its children with SIGTERM to end, and waits for them.
+        util.Finalize(None, _end_loader_workers, exitpriority=1)
     return DataLoader(
         dataset,
         **order,
@@ -394,6 +399,14 @@ def _start_worker(number: int) -> None:
         signal.signal(signum, signal.SIG_IGN)  # both reach whole process groups: Ctrl-C, `timeout`, SLURM
     end_with_parent()
     seed_loader_worker(number)
+
+
+def _end_loader_workers() -> None:
+    """End those that still wait for work: the loader of a rank that failed is not taken down in order."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the loader's handler would complain of killed workers
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def default_workers(world: World) -> int:

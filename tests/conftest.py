@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+from tests.warm import MARK, name_of
+
 ROOT = Path(__file__).parent.parent
-MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 
 
 @dataclass
@@ -26,12 +28,19 @@ class Programs:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def start(
-        self, *words: object, env: dict[str, str] | None = None, cwd: Path | None = None
+        self, *words: object, env: dict[str, str] | None = None, cwd: Path | None = None, cold: bool = False
     ) -> subprocess.Popen[str]:
-        """Start `python WORDS` in a session of its own, with its output piped."""
+        """Start `python WORDS` in a session of its own, with its output piped.
+
+        It is forked from a process that has imported torch (see `tests/warm.py`), unless `cold` or `env` forbid it.
+        """
         kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START")
         clean = {name: os.environ[name] for name in kept if name in os.environ}
-        return subprocess.Popen(
+        program = subprocess.Popen
+        if not cold and warm.possible([*map(str, words)], self.env | (env or {})):
+            warm.start()
+            program = warm.Warm
+        return program(
             [sys.executable, *map(str, words)],
             cwd=cwd or self.cwd,
             env=clean | {MARK: self.token, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""} | self.env | (env or {}),
@@ -48,9 +57,10 @@ class Programs:
         env: dict[str, str] | None = None,
         cwd: Path | None = None,
         limit: float = 120,
+        cold: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """Run `python WORDS` and check its exit code."""
-        return self.finish(self.start(*words, env=env, cwd=cwd), code, limit)
+        return self.finish(self.start(*words, env=env, cwd=cwd, cold=cold), code, limit)
 
     def finish(
         self, process: subprocess.Popen[str], code: int = 0, limit: float = 120
@@ -70,11 +80,28 @@ class Programs:
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if f"{MARK}={self.token}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                marked = f"{MARK}={self.token}".encode() in (folder / "environ").read_bytes().split(b"\0")
+                forked = (folder / "comm").read_text().startswith(name_of(self.token))
+                if marked or (forked and "State:\tZ" not in (folder / "status").read_text()):
                     found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue
         return found
+
+    def worker(self, rank: int) -> int:
+        """The process of a rank, whether torchrun or the program itself has started it."""
+        marked = set(self.left())
+        parents, servers = {}, set()
+        for pid in marked:
+            folder = Path(f"/proc/{pid}")
+            name = (folder / "comm").read_text().strip().partition(":")[2]
+            if f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0") or name == str(rank):
+                return pid
+            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if name == "srv" or "forkserver" in (folder / "cmdline").read_text():
+                servers.add(pid)  # the server and all that is forked by it
+        first = {pid for pid in servers if parents[pid] not in servers}
+        return sorted(pid for pid in servers if parents[pid] in first)[rank]  # they start in the order of ranks
 
     def gone(self, within: float = 5) -> bool:
         """Whether nothing is left, after waiting a moment for it."""

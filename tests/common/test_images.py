@@ -189,6 +189,27 @@ def test_a_broken_image_ends_the_run_with_its_name_or_is_replaced(drawn: Path, t
     assert loader.broken == {f"{broken} (it is truncated)"}
 
 
+LEFT_OPEN = """
+import sys
+import torch
+from pathlib import Path
+from types import SimpleNamespace as Some
+from common.data import eval_batches
+from common.images import ImageFolder
+numbers = Some(device=torch.device("cpu"), images=lambda images: images)
+world = Some(rank=0, size=1, device=numbers.device)
+batches = iter(eval_batches(ImageFolder(Path(sys.argv[1]), 32, training=False), 4, world, numbers, 2))
+next(batches)
+raise SystemExit(3)
+"""
+
+
+def test_a_loader_left_open_does_not_keep_its_process(programs: Programs, drawn: Path) -> None:
+    """Its workers ignore SIGTERM, which they get from whoever stops the job, and with which Python ends children."""
+    done = programs.run("-c", LEFT_OPEN, drawn / "val", code=3, limit=60)
+    assert "Exception" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -151,18 +151,9 @@ ENDLESS = ("--epochs", 1000, "--nproc", 3, "--timeout", 5, "--checkpoint-every",
 
 
 def worker(programs: Programs, out: Path, eventually: Eventually) -> int:
-    """A process id of a rank, of a run that is training."""
+    """The process of the last rank, of a run that is training."""
     eventually(lambda: list((out / "checkpoints").glob("step-*")), 60, "a checkpoint")
-    children = [pid for pid in sorted(programs.left()) if threads(pid) > 3]
-    return children[-1]
-
-
-def threads(pid: int) -> int:
-    """The threads of a process: only those that have joined a group have some."""
-    try:
-        return len(list(Path(f"/proc/{pid}/task").iterdir()))
-    except OSError:
-        return 0
+    return programs.worker(2)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "shared-memory"])

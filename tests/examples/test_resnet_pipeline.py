@@ -252,17 +252,6 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
 # ------------------------------------------------------------------------------------------------- the faults
 
 
-def worker(programs: Programs, rank: int) -> int:
-    """The process of a rank: the children of the server from which workers are forked start in the order of ranks."""
-    server = [pid for pid, command in programs.left().items() if "forkserver" in command]
-    children = [
-        int(path.parent.name)
-        for path in Path("/proc").glob("[0-9]*/stat")
-        if int(path.read_text().rsplit(")", 1)[1].split()[1]) in server
-    ]
-    return sorted(children)[rank]
-
-
 @pytest.mark.parametrize(("signum", "what"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "was silent for 4 s")])
 def test_a_lost_stage_is_named_and_ends_all(
     programs: Programs, tmp_path: Path, eventually: Eventually, signum: signal.Signals, what: str
@@ -271,7 +260,7 @@ def test_a_lost_stage_is_named_and_ends_all(
     process = programs.start(*TRAIN, *SMALL, *flags, "--nproc", 3, "--out", tmp_path)
     eventually(lambda: newest_step(tmp_path) >= 2, 100, "step 2")
     started = time.monotonic()
-    os.kill(worker(programs, 1), signum)
+    os.kill(programs.worker(1), signum)
     done = programs.finish(process, 1)
     assert time.monotonic() - started < 4 + 8, "the timeout, and two seconds for others to report"
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: rank")]

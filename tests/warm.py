@@ -1,0 +1,221 @@
+"""Programs that start warm: forked from a server that has imported torch once, in place of importing it themselves.
+
+Importing the libraries costs 5 to 8 seconds of a core, and the tests start several hundred programs. A warm program is
+a process like any other, with a session, pipes and an exit code of its own, a child of whoever started it; it imports
+the project's modules itself, from its own folder. Two kinds of processes that programs start are warm as well: the
+server from which `multiprocessing` forks workers, and the workers of torchrun.
+
+What warm programs do not show is what they import and in which order: that is what the documented commands are for,
+which the tests start from nothing, like every program with `cold=True` or a variable that libraries read when imported.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import forkserver, util
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, NoReturn
+
+LIBRARIES = (
+    "torch", "torch._dynamo", "torch.distributed.launcher.api", "torch.utils.data", "torch.utils.tensorboard",
+    "torchvision", "sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_agg", "pandas",
+    "safetensors.torch", "tqdm", "tyro", "xxhash", "PIL.Image",
+)  # fmt: skip
+READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHON", "LD_", "TORCH_", "TORCHELASTIC_ERROR")
+MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
+SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
+Request = tuple[list[str], dict[str, str], str, list[int]]
+
+
+def prctl(option: int, value: object) -> None:
+    if ctypes.CDLL(None).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(f"prctl({option}) failed")
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def name_of(token: str) -> str:
+    """What a test's forked processes are called, as /proc/PID/comm has it: their environment cannot be seen."""
+    return token[:11]
+
+
+def possible(words: list[str], env: dict[str, str]) -> bool:
+    return words[0] == "-m" and not any(name.startswith(READ_AT_IMPORT) for name in env)
+
+
+class Warm(subprocess.Popen[str]):
+    """A `Popen` whose program is forked by a server; its command is `[python, "-u"?, "-m", MODULE, ...]`."""
+
+    server: ClassVar[socket.socket | None] = None
+    process: ClassVar[subprocess.Popen[bytes] | None] = None
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def connect(cls, server: socket.socket) -> None:
+        """Have programs forked by this server from now on, as children of this process."""
+        prctl(SET_CHILD_SUBREAPER, 1)  # a program's parent is gone at once: then it becomes a child of the next above
+        cls.server = server
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        _, _, _, _, cwd, env, *_ = others
+        pipes = others[9:15]  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        output, error = (1 if pipes[3] == -1 else pipes[3]), (2 if pipes[5] == -1 else pipes[5])
+        words = [str(word) for word in args[1:] if word != "-u"]
+        assert words[0] == "-m", words
+        request = json.dumps([words[1:], dict(os.environ if env is None else env), str(cwd or Path.cwd())])
+        with self.lock:
+            assert self.server is not None
+            socket.send_fds(self.server, [request.encode()], [output, error])
+            self.pid = int(self.server.recv(64))
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # ty: ignore[missing-attribute]
+
+
+def start() -> None:
+    """Start a server for this process; it ends when this process does."""
+    if Warm.server is None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_IMPORT)}
+        Warm.process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
+            env=env | {"OPENBLAS_NUM_THREADS": "1"},  # NumPy's threads would be lost in the programs
+        )  # fmt: skip
+        theirs.close()
+        Warm.connect(ours)
+
+
+# ---------------------------------------------------------------------------------- in the server and the programs
+
+
+def serve(server: socket.socket) -> Request:
+    """Fork a program for every request; return in the programs. Ends this process when nobody can ask any more."""
+    while True:
+        message, fds, _, _ = socket.recv_fds(server, 1 << 20, 2)
+        if not message:
+            os._exit(0)
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            program = os.fork()
+            if program == 0:
+                for descriptor in (server.fileno(), reading, writing):
+                    os.close(descriptor)
+                server.detach()
+                return *json.loads(message), fds
+            os.write(writing, str(program).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        server.send(os.read(reading, 64))
+        for descriptor in (reading, writing, *fds):
+            os.close(descriptor)
+
+
+def become(request: Request) -> NoReturn:
+    """Turn this fork of the server into the program that was asked for, and run it."""
+    words, env, cwd, fds = request
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for descriptor, target in zip(fds, (1, 2), strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    prctl(SET_NAME, f"{name_of(env.get(MARK, ''))}:{env.get('RANK', '')}".encode())
+    sys.path[0] = cwd
+    sys.argv = ["-m", *words[1:]]
+    importlib.invalidate_caches()
+    util.spawnv_passfds = spawnv_passfds  # ty: ignore[invalid-assignment]
+    if words[0] == "torch.distributed.run":
+        warm_workers()
+    run_and_end(lambda: runpy._run_module_as_main(words[0]))  # ty: ignore[missing-attribute]
+
+
+def spawnv_passfds(path: Any, args: Any, passfds: Any, _start: Any = util.spawnv_passfds) -> int:
+    """What `multiprocessing` calls to start its servers: the one that forks the workers is itself a fork.
+
+    Not that of a loader in a rank, though: ranks have threads, and a fork would lose them and keep their locks.
+    """
+    if "multiprocessing.forkserver" not in args[-1] or threads() > 1:
+        return _start(path, args, passfds)
+    pid = os.fork()
+    if pid == 0:
+        become_server(args[-1], {0, 1, 2, *passfds})
+    return pid
+
+
+def become_server(code: str, kept: set[int]) -> NoReturn:
+    """Turn this fork of a program into a server of `multiprocessing`, with nothing of the program left."""
+    prctl(SET_NAME, f"{name_of(os.environ[MARK])}:srv".encode())
+    for descriptor in (int(path.name) for path in list(Path("/proc/self/fd").iterdir())):
+        if descriptor not in kept:
+            try:
+                os.close(descriptor)
+            except OSError:
+                continue
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("common", "examples", "tests"):
+            del sys.modules[name]
+    forkserver._forkserver._lock = threading.Lock()  # ty: ignore[missing-attribute] # the one that this fork holds
+    sys.modules["__main__"] = ModuleType("__main__")  # workers import their main module, unless it is this already
+    run_and_end(lambda: exec(code, {"__name__": "__main__"}))
+
+
+def run_and_end(program: Callable[[], object]) -> NoReturn:
+    """Run, and end with the exit code and the last words that Python ends with."""
+    code = 0
+    try:
+        program()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if not isinstance(stop.code, int | None):
+            sys.stderr.write(f"{stop.code}\n")
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # ty: ignore[missing-attribute]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking down the interpreter would print what Triton's bindings leak
+
+
+def warm_workers() -> None:
+    """Give torchrun's agent, which this process becomes, a server of its own for its workers."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        for signum in (signal.SIGINT, signal.SIGTERM):  # what is sent to the agent's session is not for it
+            signal.signal(signum, signal.SIG_IGN)
+        become(serve(theirs))
+    theirs.close()
+    Warm.connect(ours)
+    subprocess_handler.Popen = Warm  # ty: ignore[invalid-assignment]
+
+
+if __name__ == "__main__":
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    asked.set_inheritable(False)
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    assert threads() == 1, "forking would lose threads"
+    gc.collect()
+    gc.freeze()  # the garbage collector would write to, and so copy, every page that programs share
+    become(serve(asked))
