@@ -6,10 +6,12 @@ An example that is about something else than starting processes calls `launch(ma
 
 import contextlib
 import datetime
+import json
 import multiprocessing as std_mp
 import multiprocessing.connection
 import os
 import pickle
+import secrets
 import signal
 import socket
 import sys
@@ -255,10 +257,9 @@ def connect(place: Place) -> World:
     if cuda:
         torch.cuda.set_device(device)  # collectives and allocations without an explicit device go there
     timeout = datetime.timedelta(seconds=flags.timeout)
-    store = _store(place, timeout)
-    store.add(f"machine {machine()}", 1)
-    _await_all(store, place, flags.timeout)
-    neighbours = store.add(f"machine {machine()}", 0)
+    store, members = _join(_store(place, timeout), place, flags.timeout)
+    place = replace(place, attempt=max(member["attempt"] for member in members))
+    neighbours = sum(member["machine"] == machine() for member in members)
     share = max(1, cores() // neighbours)
     torch.set_num_threads(flags.threads or _chosen_threads(place) or share)
     return World(
@@ -290,11 +291,9 @@ def _store(place: Place, timeout: datetime.timedelta) -> dist.Store:
     host = "127.0.0.1" if place.loopback else place.host  # of one node's names, only this is surely listened on
     if not hosts:
         _await_host(host, place.port, timeout.total_seconds())
-    store = dist.TCPStore(
+    return dist.TCPStore(
         host, place.port, is_master=hosts, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
     )
-    # torchrun keeps one store for all its restarts: without a prefix, restarted ranks read addresses of the dead.
-    return dist.PrefixStore(f"attempt-{place.attempt}", store)
 
 
 def _await_host(host: str, port: int, seconds: float) -> None:
@@ -314,14 +313,43 @@ def _await_host(host: str, port: int, seconds: float) -> None:
         return
 
 
-def _await_all(store: dist.Store, place: Place, seconds: float) -> None:
-    """Wait until every rank has come, so that a missing one is named instead of a timeout without a word."""
-    store.set(f"joined/{place.rank}", "")
-    store.add("joined", 1)
+def _join(store: dist.Store, place: Place, seconds: float) -> tuple[dist.Store, list[dict[str, Any]]]:
+    """Wait until every rank has come, so that a missing one is named instead of a timeout without a word.
+
+    torchrun keeps one store for all its restarts, so ranks would read the addresses of the dead; and its count of
+    restarts is no name for an attempt, because a node that came later counts fewer. So every process introduces
+    itself by a name that nobody had before, rank 0 publishes the names that it sees, and each rank answers when it
+    finds its own among them. The list to which all have answered is the world.
+
+    Returns:
+        The part of the store that only this world uses, and what its members said of themselves, in rank order.
+
+    Raises:
+        UserError: some did not come in time.
+    """
+    me = {"name": secrets.token_hex(8), "size": place.size, "attempt": place.attempt, "machine": machine()}
+    ranks = range(place.size)
+    store.set(f"hello/{place.rank}", json.dumps(me))
     deadline, pause = time.monotonic() + seconds, 0.002
-    while store.add("joined", 0) < place.size:
+    world: dict[str, Any] = {"id": "", "members": []}
+    while True:
+        if place.rank == 0 and store.check([f"hello/{rank}" for rank in ranks]):
+            members = [json.loads(store.get(f"hello/{rank}")) for rank in ranks]
+            if members != world["members"] and all(member["size"] == place.size for member in members):
+                world = {"id": secrets.token_hex(8), "members": members}
+                store.set("world", json.dumps(world))
+        elif place.rank != 0 and store.check(["world"]):
+            world = json.loads(store.get("world"))
+        prefix = f"world-{world['id']}"
+        if place.rank < len(world["members"]) and world["members"][place.rank] == me:
+            store.set(f"{prefix}/here/{place.rank}", "")
+            if place.rank == 0 and store.check([f"{prefix}/here/{rank}" for rank in ranks]):
+                store.set(f"{prefix}/complete", "")
+            if store.check([f"{prefix}/complete"]):
+                return dist.PrefixStore(prefix, store), world["members"]
         if time.monotonic() > deadline:
-            missing = [str(rank) for rank in range(place.size) if not store.check([f"joined/{rank}"])]
+            sign = f"{prefix}/here" if world["id"] else "hello"
+            missing = [str(rank) for rank in ranks if not store.check([f"{sign}/{rank}"])]
             raise UserError(
                 f"{place.size - len(missing)} of {place.size} processes joined within {seconds:g} s; missing: rank "
                 f"{', '.join(missing)}. Start the others, or give a longer --timeout"

@@ -7,10 +7,15 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from common.distributed import _join
+from common.errors import UserError
+from common.launcher import Launch, Place
 from tests.conftest import Programs
 
 JOBS = ("-m", "tests.common.jobs")
@@ -231,3 +236,38 @@ def test_parallel_starts_do_not_meet_at_one_port(programs: Programs) -> None:
     jobs: list[subprocess.Popen[str]] = [programs.start(*JOBS, "place", "--nproc", 2) for _ in range(4)]
     for job in jobs:
         assert [line.split(" t")[0] for line in ranks(programs.finish(job).stdout)] == ["rank 0/2", "rank 1/2"]
+
+
+# ------------------------------------------------------------------------------------------ meeting after a restart
+
+
+def joined(store: dist.Store, places: list[Place], seconds: float = 10.0) -> list[tuple[str, int]]:
+    """What the members of an attempt agree on: the name of their part of the store, and the restarts."""
+
+    def one(place: Place) -> tuple[str, int]:
+        part, members = _join(store, place, seconds)
+        part.set(f"from {place.rank}", "x")
+        name = next(key for key in store.list_keys() if key.endswith(f"from {place.rank}"))
+        store.delete_key(name)
+        return name.partition("/from")[0], max(member["attempt"] for member in members)
+
+    with ThreadPoolExecutor(len(places)) as pool:
+        return list(pool.map(one, places))
+
+
+def at(rank: int, size: int, attempt: int) -> Place:
+    return Place("torchrun", 1, 0, size, size, rank, rank, "127.0.0.1", 0, Launch(), attempt=attempt)
+
+
+def test_restarted_ranks_do_not_meet_the_dead() -> None:
+    """In the same store, whatever each agent counted, and however many they were before."""
+    store = dist.HashStore()
+    worlds = [joined(store, [at(rank, 3, 0) for rank in range(3)])]
+    with pytest.raises(UserError, match=r"2 of 3 processes joined within 0\.3 s; missing: rank 2"):
+        joined(store, [at(0, 3, 1), at(1, 3, 1)], 0.3)  # what rank 2 wrote is there, itself it is not
+    worlds.append(joined(store, [at(0, 3, 1), at(1, 3, 2), at(2, 3, 0)]))  # rank 2 is on a node that came later
+    worlds.append(joined(store, [at(0, 2, 3), at(1, 2, 3)]))  # a node is gone
+    worlds.append(joined(store, [at(rank, 3, rank) for rank in range(3)]))  # and back
+    assert [len(set(world)) for world in worlds] == [1, 1, 1, 1], "all members agree"
+    assert len({world[0][0] for world in worlds}) == 4, "each attempt has a part of its own"
+    assert [world[0][1] for world in worlds] == [0, 2, 3, 2]

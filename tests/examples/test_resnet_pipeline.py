@@ -3,13 +3,10 @@
 import json
 import os
 import re
-import shutil
 import signal
 import time
-from collections.abc import Callable
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +22,7 @@ from examples.resnet_pipeline.parts import micro_batch_sizes
 from examples.resnet_pipeline.plan import balanced, simulate
 from examples.resnet_pipeline.schedule import SCHEDULES, Op
 from tests.conftest import ROOT, Programs
+from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result
 
 JOB = ("-m", "tests.examples.pipeline_job")
 TRAIN = ("-m", "examples.resnet_pipeline.train")
@@ -32,24 +30,11 @@ TRAIN = ("-m", "examples.resnet_pipeline.train")
 SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3, "--epochs", 2, "--lr", 0.001,
          "--norm", "group", "--precision", "fp32", "--threads", 1)  # fmt: skip
 SCHEDULE = "examples/resnet_pipeline/schedule.py"
-NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
-Result = dict[str, Any]
-Eventually = Callable[[Callable[[], object], float, str], None]
-
-
-def result(out: Path) -> Result:
-    return json.loads((out / "result.json").read_text())
-
-
-def losses(out: Path) -> list[float]:
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss/train"] for record in records if "loss/train" in record]
-
 
 # ------------------------------------------------------------------------------------------------- the engines
 
 
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_every_engine_and_schedule_equals_the_unsplit_model(programs: Programs, stages: int) -> None:
     """Parameters after two steps: bit for bit; with BatchNorm over the micro-batches, its statistics too."""
     done = programs.run(*JOB, "--nproc", stages, limit=200)
@@ -110,17 +95,6 @@ def test_the_drawn_images_are_repeatable_and_differ() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the mutations
-
-
-def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
-    """A copy of the project in which one thing is broken: (file, before, after)."""
-    for name in ("common", "examples"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path, old, new in changes:
-        source = (folder / path).read_text()
-        assert old in source
-        (folder / path).write_text(source.replace(old, new))
-    return folder
 
 
 MUTATIONS = {
@@ -225,10 +199,6 @@ def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path) ->
     assert (found["train_samples"], found["eval_samples"], found["steps"]) == (9, 5, 3)
     rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()[1:]
     assert [row.split(",")[1] for row in rows] == ["0", "0", "0", "1", "1"]
-
-
-def newest_step(out: Path) -> int:
-    return max((int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("step-*.pt")), default=0)
 
 
 def test_interrupted_and_resumed_at_another_number_of_stages(
