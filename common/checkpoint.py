@@ -162,7 +162,7 @@ class Checkpoints:
             restore_random_state(found.state["random"][world.rank])
         elif world.is_main:
             _warn(
-                f"the checkpoint was made by {made_by} ranks, this run has {world.size}: the same samples follow in "
+                f"continuing with {world.nodes} node(s), world {made_by} -> {world.size}: the same samples follow in "
                 f"the same order, but sums are rounded differently and random numbers start anew"
             )
         return found

@@ -402,7 +402,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     then the process ends with exit code 2 or 1 (128 + n after signal n), without waiting for the others.
     """
     place = place.worker(local_rank)
-    end_with_parent()
+    end_with_parent(agent=place.launcher == "torchrun")
     for signum in STOPPING:
         signal.signal(signum, _stop_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
@@ -419,7 +419,11 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
     except Exception as error:
         lost = isinstance(error, Lost) or any(words in str(error) for words in LOST)
-        text = f"lost another process: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
+        for signum in STOPPING:  # torchrun stops the others when one has ended, while this one asks who it was
+            signal.signal(signum, signal.SIG_IGN)
+        where = f" {getattr(error, '__notes__', [''])[0]}".rstrip()
+        who = f" ({_without_word(world)}{where})" if lost and world else ""
+        text = f"lost another process{who}: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
     if _speaks_first(world, place):
         print(message, file=sys.stderr, flush=True)
@@ -444,14 +448,35 @@ def _speaks_first(world: World | None, place: Place) -> bool:
         return True
 
 
-def end_with_parent() -> None:
-    """End this process at once when the one that spawned it is killed: nobody would wait for it any more."""
-    parent = std_mp.parent_process()
-    if parent is None:
+def _without_word(world: World, patience: float = 1.0) -> str:
+    """The ranks that do not say within a second that they lost somebody, too: those that hang, or are gone."""
+    try:
+        world.store.set(f"still here/{world.rank}", "")
+        deadline = time.monotonic() + patience
+        while True:
+            silent = [str(rank) for rank in range(world.size) if not world.store.check([f"still here/{rank}"])]
+            if not silent or time.monotonic() > deadline:
+                return f"no word from rank {', '.join(silent)}" if silent else "all are still here"
+            time.sleep(0.02)
+    except (dist.DistError, RuntimeError):
+        return "the host of the rendezvous is gone, too"
+
+
+def end_with_parent(agent: bool = False) -> None:
+    """End this process at once when the one that spawned it is killed: nobody would wait for it any more.
+
+    Args:
+        agent: the parent is torchrun's agent, which `multiprocessing` does not know.
+    """
+    parent, pid = std_mp.parent_process(), os.getppid()
+    if parent is None and not agent:
         return
 
     def watch() -> None:
-        multiprocessing.connection.wait([parent.sentinel])
+        if parent is not None:
+            multiprocessing.connection.wait([parent.sentinel])
+        while parent is None and os.getppid() == pid:
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

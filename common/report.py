@@ -80,6 +80,8 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._last_step:
+            error.add_note(f"in step {self._last_step + 1}, or while evaluating or saving after the one before")
         self._write_lines()
         self._write_events()
         if self._writer is not None:

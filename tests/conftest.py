@@ -1,5 +1,6 @@
 """Real processes for the tests: started in their own session, watched, and gone when the test ends."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -28,9 +29,14 @@ class Programs:
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def start(
-        self, *words: object, env: dict[str, str] | None = None, cwd: Path | None = None, cold: bool = False
+        self,
+        *words: object,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        cold: bool = False,
+        log: Path | None = None,
     ) -> subprocess.Popen[str]:
-        """Start `python WORDS` in a session of its own, with its output piped.
+        """Start `python WORDS` in a session of its own, with its output piped, or all of it appended to `log`.
 
         It is forked from a process that has imported torch (see `tests/warm.py`), unless `cold` or `env` forbid it.
         """
@@ -40,15 +46,17 @@ class Programs:
         if not cold and warm.possible([*map(str, words)], self.env | (env or {})):
             warm.start()
             program = warm.Warm
-        return program(
-            [sys.executable, *map(str, words)],
-            cwd=cwd or self.cwd,
-            env=clean | {MARK: self.token, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""} | self.env | (env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        output = log.open("a") if log else contextlib.nullcontext(subprocess.PIPE)
+        with output as pipe:
+            return program(
+                [sys.executable, *map(str, words)],
+                cwd=cwd or self.cwd,
+                env=clean | {MARK: self.token, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""} | self.env | (env or {}),
+                stdout=pipe,
+                stderr=subprocess.STDOUT if log else pipe,
+                text=True,
+                start_new_session=True,
+            )
 
     def run(
         self,
@@ -86,6 +94,24 @@ class Programs:
                     found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue
+        return found
+
+    def ports(self) -> set[tuple[str, int]]:
+        """Addresses (as the kernel writes them) and ports at which the test's processes listen, over TCP."""
+        inodes = set()
+        for pid in self.left():
+            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    target = str(descriptor.readlink())
+                    if target.startswith("socket:["):
+                        inodes.add(target[8:-1])
+        found = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in inodes:  # 0A: LISTEN
+                    address, port = fields[1].split(":")
+                    found.add((address, int(port, 16)))
         return found
 
     def worker(self, rank: int) -> int:

@@ -10,6 +10,10 @@ from typing import Any
 from tests.conftest import ROOT
 
 NO_GPU = "warning: no CUDA device was found: training on the CPU, which is slower\n"
+TINY = (
+    "nn.Sequential(nn.Conv2d(3, 8, 5, 4), nn.GroupNorm(1, 8), nn.GELU(), nn.Conv2d(8, 16, 3, 2), nn.GroupNorm(1, 16), "
+    "nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, classes))"
+)
 Result = dict[str, Any]
 Eventually = Callable[[Callable[[], object], float, str], None]
 
@@ -42,3 +46,9 @@ def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
 
 def newest_step(out: Path) -> int:
     return max((int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("step-*.pt")), default=0)
+
+
+def tiny_imagenet(folder: Path, *changes: tuple[str, str, str]) -> Path:
+    """A copy of the project in which imagenet_ddp has a model that starts fast, and has no BatchNorm."""
+    source = "model = models.get_model(self.arch, weights=None, **options)"
+    return mutated(folder, ("examples/imagenet_ddp/recipe.py", source, f"model = {TINY}"), *changes)

@@ -32,7 +32,7 @@ LIBRARIES = (
     "torchvision", "sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_agg", "pandas",
     "safetensors.torch", "tqdm", "tyro", "xxhash", "PIL.Image",
 )  # fmt: skip
-READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHON", "LD_", "TORCH_", "TORCHELASTIC_ERROR")
+READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHON", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
 Request = tuple[list[str], dict[str, str], str, list[int]]

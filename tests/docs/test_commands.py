@@ -54,6 +54,16 @@ def test_links_and_names_exist(page: Path) -> None:
             assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b", source), f"{name} is not in {module}"
 
 
+def test_the_page_of_faults_names_tests_that_exist() -> None:
+    rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line.startswith("| ")][1:]
+    written = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(rows) > 20
+    for row in rows:
+        names = re.findall(r"`(test_\w+)`", row.rsplit("|", 2)[1])
+        assert names, row
+        assert [name for name in names if f"def {name}(" not in written] == []
+
+
 def test_a_broken_command_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\nfalse\n```\n<!-- not run: reason -->\n```sh\nrm -rf x\n```\n")

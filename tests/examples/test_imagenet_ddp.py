@@ -29,16 +29,11 @@ from common.metrics import classification_metrics
 from examples.imagenet_ddp.recipe import Recipe
 from tests.conftest import Programs
 from tests.make_data import draw_folder
-from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, predictions, result
+from tests.runs import NO_GPU, TINY, Eventually, losses, mutated, newest_step, predictions, result, tiny_imagenet
 
 TRAIN = ("-m", "examples.imagenet_ddp.train")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 PROGRAM, RECIPE = "examples/imagenet_ddp/train.py", "examples/imagenet_ddp/recipe.py"
-TINY = (
-    "nn.Sequential(nn.Conv2d(3, 8, 5, 4), nn.GroupNorm(1, 8), nn.GELU(), nn.Conv2d(8, 16, 3, 2), nn.GroupNorm(1, 16), "
-    "nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, classes))"
-)
-SMALL_MODEL = (RECIPE, "model = models.get_model(self.arch, weights=None, **options)", f"model = {TINY}")
 # 101 images: 9 batches of 12, the last of 5; neither 2 nor 3 nor 4 divides it
 FLAGS = ("--epochs", 5, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
 CPU = cast("World", SimpleNamespace(device=torch.device("cpu"), size=1, is_main=True))
@@ -55,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project with a model that starts fast and has no BatchNorm, in place of torchvision's."""
-    return mutated(tmp_path_factory.mktemp("tiny"), SMALL_MODEL)
+    return tiny_imagenet(tmp_path_factory.mktemp("tiny"))
 
 
 def batch(data: ImageFolder, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
@@ -413,7 +408,7 @@ def test_skipped_images_are_named_and_counted(programs: Programs, tmp_path: Path
 def test_mutations_are_noticed_by_the_run_itself(
     programs: Programs, tmp_path: Path, folder: Path, change: tuple[str, str, str], words: str
 ) -> None:
-    broken = mutated(tmp_path / "broken", SMALL_MODEL, change)
+    broken = tiny_imagenet(tmp_path / "broken", change)
     flags = ("--nproc", 2, *FLAGS, "--epochs", 1, "--out", tmp_path / "out", folder)
     assert words in programs.run(*TRAIN, *flags, cwd=broken, code=1).stderr
 
@@ -425,7 +420,7 @@ def test_mutation_statistics_of_batch_norm_not_shared(programs: Programs, tmp_pa
 
 
 def test_mutation_of_the_epochs_order(programs: Programs, tmp_path: Path, folder: Path, reference: Reference) -> None:
-    broken = mutated(tmp_path / "broken", SMALL_MODEL, (PROGRAM, "set_epoch(epoch, ", "set_epoch(0, "))
+    broken = tiny_imagenet(tmp_path / "broken", (PROGRAM, "set_epoch(epoch, ", "set_epoch(0, "))
     programs.run(*TRAIN, *FLAGS, "--out", tmp_path / "out", folder, cwd=broken)
     found = losses(tmp_path / "out")
     torch.testing.assert_close(found[:9], reference[1][:9], rtol=2e-4, atol=0)

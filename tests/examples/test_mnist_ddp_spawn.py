@@ -343,7 +343,7 @@ def test_resuming_at_another_world_size_says_what_it_means(programs: Programs, t
     for path in (tmp_path / "checkpoints").glob("step-00000027-*"):
         path.unlink()
     done = programs.run(*flags, "--nproc", 3)
-    assert "the checkpoint was made by 2 ranks, this run has 3" in done.stderr
+    assert "warning: continuing with 1 node(s), world 2 -> 3: the same samples follow" in done.stderr
     assert result(tmp_path)["steps"] == 27
 
 

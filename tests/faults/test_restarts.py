@@ -1,0 +1,162 @@
+"""Training under torchrun while its workers, its agents and whole nodes are killed: the same bits at the end."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Programs
+from tests.make_data import draw_folder
+from tests.runs import Eventually, losses, newest_step, result, tiny_imagenet
+
+TORCHRUN = ("-m", "torch.distributed.run")
+TRAIN = ("-m", "examples.imagenet_ddp.train")
+# 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
+FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
+STEPS, EVERY = 108, 3
+QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drawn")
+    draw_folder(path, train=101, val=23, size=40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_imagenet(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory, tiny: Path, folder: Path
+) -> dict[int, Path]:
+    outs = {}
+    for nproc in (2, 3):
+        outs[nproc] = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
+        shared_programs.run(*TRAIN, "--nproc", nproc, *FLAGS, "--out", outs[nproc], folder, cwd=tiny)
+    return outs
+
+
+def same(out: Path, other: Path) -> bool:
+    """Whether two runs ended with the same bits, after the same losses."""
+    return result(out)["parameter_hash"] == result(other)["parameter_hash"] and losses(out) == losses(other)
+
+
+@pytest.mark.parametrize(("nproc", "seed"), [(2, 0), (3, 1), (2, 2)])
+def test_six_kills_in_a_row(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually,
+    nproc: int, seed: int,
+) -> None:  # fmt: skip
+    """Each at a random moment, of a random rank; less than one interval between checkpoints is done again."""
+    chance = random.Random(seed)
+    process = programs.start(
+        *TORCHRUN, "--standalone", "--nproc-per-node", nproc, "--max-restarts", 6, "--monitor-interval", 0.1,
+        *TRAIN, *FLAGS, "--checkpoint-every", EVERY, "--out", tmp_path, folder, cwd=tiny,
+    )  # fmt: skip
+    killed_at = []
+    for _ in range(6):
+        goal = newest_step(tmp_path) + chance.randint(3, 9)
+        eventually(lambda goal=goal: newest_step(tmp_path) >= goal, 60, f"step {goal}")
+        time.sleep(chance.uniform(0, 0.05))
+        killed_at.append(newest_step(tmp_path))
+        os.kill(programs.worker(chance.randrange(nproc)), signal.SIGKILL)
+    done = programs.finish(process)
+    steps = [int(step) for step in re.findall(r"resumed from .* at step (\d+)", done.stdout)]
+    assert len(steps) == 6
+    assert all(before <= step < STEPS for before, step in zip(killed_at, steps, strict=True))
+    assert same(tmp_path, undisturbed[nproc])
+
+
+def agent(
+    programs: Programs, port: int, tiny: Path, out: Path, *more: object, nodes: str = "1:2"
+) -> "subprocess.Popen[str]":
+    """A node: torchrun with one worker, which meets the other at a port of this machine. Its output: `out`/log."""
+    return programs.start(
+        *TORCHRUN, "--nnodes", nodes, "--nproc-per-node", 1, "--max-restarts", 9, "--monitor-interval", 0.1,
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job",
+        "--local-addr", "127.0.0.1", "--rdzv-conf", QUICK,
+        *TRAIN, *FLAGS, "--checkpoint-every", EVERY, "--out", out, *more,
+        cwd=tiny, log=out / "log", env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
+
+
+def test_a_node_is_lost_and_comes_back(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, free_port: int, eventually: Eventually
+) -> None:
+    """Training goes on with one node, then with two again; each sample of each epoch is trained on once."""
+
+    def said(words: str, times: int = 1) -> bool:
+        return (tmp_path / "log").read_text().count(words) >= times
+
+    more = ("--epochs", 2000, folder)
+    first = agent(programs, free_port, tiny, tmp_path, *more)
+    time.sleep(0.5)  # the first one hosts the rendezvous, and stays
+    second = agent(programs, free_port, tiny, tmp_path, *more)
+    eventually(lambda: newest_step(tmp_path) >= 12, 60, "step 12")
+    lost = [second.pid, programs.worker(1)]
+    for pid in lost:
+        os.kill(pid, signal.SIGKILL)
+    second.wait()
+    started = time.monotonic()
+    eventually(lambda: said("continuing with 1 node(s), world 2 -> 1"), 60, "training with one node")
+    assert time.monotonic() - started < 15
+    second = agent(programs, free_port, tiny, tmp_path, *more)
+    started = time.monotonic()
+    eventually(lambda: said("continuing with 2 node(s), world 1 -> 2"), 60, "training with two nodes")
+    assert time.monotonic() - started < 20
+    stopped = newest_step(tmp_path)
+    eventually(lambda: newest_step(tmp_path) > stopped + 9, 60, "training")
+    for node in (first, second):
+        node.send_signal(signal.SIGTERM)
+    for node in (first, second):
+        assert node.wait(30) == 1, "torchrun's own code"
+    # Every epoch ends with a proof that each sample was trained on once, however many ranks there were in it.
+    log = (tmp_path / "log").read_text()
+    assert "ProofError" not in log
+    epochs = [int(epoch) for epoch in re.findall(r"^epoch (\d+)/2000: test loss", log, re.MULTILINE)]
+    assert sorted(set(epochs)) == list(range(1, max(epochs) + 1))
+    found = losses(tmp_path)
+    assert len(found) >= stopped + 9
+    assert stopped > 9 * epochs[0]
+
+
+def test_workers_end_with_their_agent(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, free_port: int, eventually: Eventually
+) -> None:
+    """SIGKILL of torchrun's agent: nobody would wait for the workers, restart them, or stop them."""
+    node = agent(programs, free_port, tiny, tmp_path, "--epochs", 2000, folder, nodes="1")
+    eventually(lambda: newest_step(tmp_path) >= 6, 60, "step 6")
+    node.kill()
+    node.wait()
+    assert programs.gone(within=5)
+
+
+def test_the_rendezvous_host_is_lost(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], free_port: int,
+    eventually: Eventually,
+) -> None:  # fmt: skip
+    """The other node ends soon, with an error; both started again end with the bits of an undisturbed run."""
+    host = agent(programs, free_port, tiny, tmp_path, folder, nodes="2")
+    time.sleep(0.5)
+    other = agent(programs, free_port, tiny, tmp_path, folder, nodes="2")
+    eventually(lambda: newest_step(tmp_path) >= 12, 60, "step 12")
+    killed = [pid for pid in programs.left() if pid != other.pid and os.getsid(pid) != os.getsid(programs.worker(1))]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    assert other.wait(20) != 0
+    assert time.monotonic() - started < 5
+    assert "lost another process (" in (tmp_path / "log").read_text()
+    host.wait()
+    nodes = [agent(programs, free_port, tiny, tmp_path, "--resume", "auto", folder, nodes="2") for _ in range(2)]
+    for node in nodes:
+        assert node.wait(100) == 0
+    assert same(tmp_path, undisturbed[2])
