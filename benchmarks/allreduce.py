@@ -46,7 +46,7 @@ class Args:
     """Measurements of each algorithm at each size."""
     steps: int = 11
     """Measurements of each training step, with 2 processes; 0 leaves them out."""
-    batch: int = 8
+    batch: int = 1
     """Images of 224x224 pixels per process and step."""
     out: Path = Path("benchmarks/results")
     """Folder for the measurements (.json) and the charts (.png)."""
