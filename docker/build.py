@@ -33,7 +33,8 @@ def engine(env: Mapping[str, str]) -> str:
     """
     if "ENGINE" in env:
         return env["ENGINE"]
-    if shutil.which("docker") and subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0:
+    docker = shutil.which("docker")
+    if docker and subprocess.run([docker, "info"], capture_output=True, check=False).returncode == 0:
         return "docker"
     if shutil.which("podman"):
         return "podman"
@@ -101,10 +102,13 @@ def main() -> int:
     args = flags.parse_args()
     unknown = sorted(set(args.images) - targets(os.environ).keys())
     if unknown:
-        print(f"error: no such image: {', '.join(unknown)}; there are {', '.join(targets(os.environ))}", file=sys.stderr)
+        print(
+            f"error: no such image: {', '.join(unknown)}; there are {', '.join(targets(os.environ))}", file=sys.stderr
+        )
         return 2
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    env = {"REVISION": revision.stdout.strip() or "unknown"} | dict(os.environ)
+    git = shutil.which("git") or "/bin/false"
+    head = subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    env = {"REVISION": head.stdout.strip() or "unknown"} | dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         for command in commands(args.images, args.base_image, env, engine(env)):
             words = [*command[:2], *secrets(Path(folder), env), *command[2:]]
