@@ -83,7 +83,9 @@ class Supervisor:
         self.grace = grace
         self.stuck = stuck
         self.notes = os.memfd_create("exit codes")  # no file system has to be writable
-        self.env = dict(env) | {NOTES: f"/proc/{os.getpid()}/fd/{self.notes}"}
+        self.env = {name: value for name, value in env.items() if name != "PROGRAM"} | {
+            NOTES: f"/proc/{os.getpid()}/fd/{self.notes}"
+        }
         self.asked: list[int] = []  # signals, in the order in which they came
         self.deadline = float("inf")
         self.unnoticed_since = float("inf")  # when all workers had ended, and the command went on

@@ -71,10 +71,11 @@ def test_mistakes_end_with_one_line(programs: Programs, words: tuple[str, ...], 
 
 
 def test_flags_alone_go_to_the_program_of_the_image(programs: Programs) -> None:
-    done = programs.run(*ENTRY, "--", "--grace", "5", env={"PROGRAM": "common.entrypoint"}, code=2, cold=True)
-    assert done.stderr == "error: no command: give one after --\n"  # said by the program, not by its parent
-    done = programs.run(*ENTRY, "--", "--help", env={"PROGRAM": "common.entrypoint"}, cold=True)
-    assert "usage: python -m common.entrypoint" in done.stdout
+    env = {"PROGRAM": "calendar"}
+    done = programs.run(*ENTRY, "--", "--type", "text", "2026", "11", env=env, cold=True)
+    assert "November 2026" in done.stdout
+    assert "20" in programs.run(*ENTRY, "--", env=env, cold=True).stdout
+    assert programs.run(*ENTRY, "--", "echo", "up", env=env, cold=True).stdout == "up\n"
 
 
 def test_the_entrypoint_needs_the_standard_library_only() -> None:
