@@ -76,21 +76,21 @@ Findings = Iterator[Finding]
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job."""
     with taking_part(place, local_rank) as world:
-        dist.init_process_group(
-            world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
-        )
-        healthy = examine(args, world)
+        mine = [finding for name, check in LOCAL.items() for finding in guarded(name, check, args, world)]
+        try:
+            dist.init_process_group(
+                world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
+            )
+        except (RuntimeError, ValueError) as error:  # what this process knows is all that can be said
+            remedy = "see the findings above, the host name and the interfaces first"
+            show([[*mine, Finding("process group", "error", str(error).splitlines()[0], remedy)]], args, world)
+            sys.exit(1)
+        for name, check in TOGETHER.items():  # these communicate: every rank must get to each of them
+            mine += guarded(name, check, args, world)
+        everybody = gather(world, mine)
+        healthy = from_main(world, lambda: show(everybody, args, world))
     if not healthy:
         sys.exit(1)
-
-
-def examine(args: Args, world: World) -> bool:
-    """Do all checks in all processes and show the findings on the main rank; false if something would fail."""
-    mine: list[Finding] = []
-    for name, check in {**LOCAL, **TOGETHER}.items():  # the latter communicate: every rank must get to each of them
-        mine += guarded(name, check, args, world)
-    everybody = gather(world, [asdict(finding) for finding in mine])
-    return from_main(world, lambda: show(everybody, args, world))
 
 
 def guarded(name: str, check: Callable[[Args, World], Findings], args: Args, world: World) -> list[Finding]:
@@ -102,24 +102,23 @@ def guarded(name: str, check: Callable[[Args, World], Findings], args: Args, wor
         return [Finding(name, "error", line, "this check failed: see the message")]
 
 
-def show(everybody: list[list[dict[str, str]]], args: Args, world: World) -> bool:
+def show(everybody: list[list[Finding]], args: Args, world: World) -> bool:
     """Print the findings, equal ones of several ranks once; false if one of them is an error."""
-    merged: dict[tuple[str, ...], list[int]] = {}
+    merged: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(everybody):
         for finding in findings:
-            merged.setdefault(tuple(finding.values()), []).append(rank)
-    rows = [dict(zip(("check", "state", "found", "remedy"), key, strict=True)) for key in merged]
-    count = {state: sum(row["state"] == state for row in rows) for state in ("error", "warning")}
+            merged.setdefault(finding, []).append(rank)
+    count = {state: sum(finding.state == state for finding in merged) for state in ("error", "warning")}
     if args.json:
-        findings = [row | {"ranks": ranks} for row, ranks in zip(rows, merged.values(), strict=True)]
+        findings = [asdict(finding) | {"ranks": ranks} for finding, ranks in merged.items()]
         head = {"world_size": world.size, "nodes": world.nodes, "launcher": world.place.launcher}
         print(json.dumps(head | {f"{state}s": n for state, n in count.items()} | {"findings": findings}, indent=2))
     else:
-        for row, ranks in zip(rows, merged.values(), strict=True):
+        for finding, ranks in merged.items():
             who = "" if len(ranks) == world.size else f" (rank {', '.join(map(str, ranks))})"
-            print(f"{row['state']:8}{row['check']}{who}: {row['found']}")
-            if row["remedy"]:
-                print(f"{'':8}-> {row['remedy']}")
+            print(f"{finding.state:8}{finding.check}{who}: {finding.found}")
+            if finding.remedy:
+                print(f"{'':8}-> {finding.remedy}")
         print(f"{count['error']} error(s), {count['warning']} warning(s), world size {world.size}")
     sys.stdout.flush()
     return not count["error"]

@@ -1,5 +1,6 @@
 """Containers for the tests: docker or podman, whichever is there; all are gone when a test ends."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -31,7 +32,12 @@ build = _build_module()
 ENV = os.environ | (
     {} if "CONTAINERS_CONF" in os.environ else {"CONTAINERS_CONF": str(ROOT / "tests/e2e/containers.conf")}
 )
-ENGINE = build.engine(ENV)
+
+
+@functools.cache
+def program() -> str:
+    """docker or podman."""
+    return build.engine(ENV)
 
 
 def image(name: str) -> str:
@@ -42,7 +48,7 @@ def image(name: str) -> str:
 def engine(*words: object, code: int | None = 0, limit: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a command of the engine and check its exit code (None: any)."""
     done = subprocess.run(
-        [ENGINE, *map(str, words)], env=ENV, capture_output=True, text=True, timeout=limit, check=False
+        [program(), *map(str, words)], env=ENV, capture_output=True, text=True, timeout=limit, check=False
     )
     assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -66,7 +72,7 @@ class Containers:
         """Start a hardened container and return its full name; flags given later win over the hardened ones."""
         full = f"{self.token}-{name}"
         self.names.append(full)
-        hardened = [*HARDENED, *(["--read-only-tmpfs=false"] if ENGINE == "podman" else [])]
+        hardened = [*HARDENED, *(["--read-only-tmpfs=false"] if program() == "podman" else [])]
         if "--network" in flags:
             at = hardened.index("--network")
             del hardened[at : at + 2]
