@@ -10,15 +10,15 @@ import pytest
 
 from common.errors import RETRY
 from tests.conftest import ROOT
-from tests.e2e.engine import Containers, engine, eventually, image
+from tests.e2e.engine import ENV, Containers, engine, eventually, image, program
 from tests.k8s.policy import Manifests
 from tests.k8s.test_manifests import manifests
 from tests.runs import Result, newest_step, result
 
 # Shorter than the whole demo, and with checkpoints to be killed between.
 SHORT = {
-    "imagenet_ddp": ("--epochs", "2", "--checkpoint-every", "2"),
-    "manual_allreduce_sgd": ("--epochs", "20", "--checkpoint-every", "2"),
+    "imagenet_ddp": ("--epochs", "3", "--checkpoint-every", "2"),
+    "manual_allreduce_sgd": ("--epochs", "60", "--checkpoint-every", "2"),
 }
 LISTENING = (  # local ports of sockets in state LISTEN, version 4 and 6
     "import json; rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]];"
@@ -92,7 +92,6 @@ def test_two_nodes_lose_one_and_go_on(
 
     first = pods(containers, job, network, volume, 1, more)
     eventually(lambda: newest_step(run) >= 4, 90, "a checkpoint")
-    reach_only_from_inside(containers, job, first[0], network)
     engine("kill", "--signal", "KILL", first[victim])
     containers.finish(first[victim], code=137)
     said = containers.finish(first[1 - victim], code=RETRY, limit=90)
@@ -110,11 +109,14 @@ def test_two_nodes_lose_one_and_go_on(
     assert found["parameter_hash"] == expected["parameter_hash"]
 
 
-def reach_only_from_inside(containers: Containers, job: Manifests, node: str, network: str) -> None:
-    """The ports of a job answer to its own network, and to no container of another one."""
-    ports = json.loads(engine("exec", node, "python", "-c", LISTENING).stdout)
+def test_only_the_network_of_the_job_reaches_its_ports(containers: Containers, volume: Path) -> None:
+    job = manifests("overlays/manual_allreduce_sgd")
+    network = containers.network("--internal")
+    first, _ = pods(containers, job, network, volume, 1, ("--epochs", "1000000"))
+    eventually(lambda: newest_step(volume / "runs" / "manual_allreduce_sgd") > 0, 90, "a checkpoint")
+    ports = json.loads(engine("exec", first, "python", "-c", LISTENING).stdout)
     assert int(job.environment(0)["PET_MASTER_PORT"]) in ports
-    probe = ("python", "-c", CONNECT, containers.address(node), json.dumps(ports))
+    probe = ("python", "-c", CONNECT, containers.address(first), json.dumps(ports))
     inside = containers.run("inside", job.container["image"], *probe, flags=("--network", network))
     assert json.loads(inside) == ports
     outside = containers.run("outside", job.container["image"], *probe, flags=("--network", containers.network()))
@@ -141,3 +143,21 @@ def test_the_doctor_sees_both_nodes(containers: Containers, volume: Path) -> Non
     assert report["errors"] == 0
     assert "{" not in said[1]
     assert image("imagenet_ddp") == job.container["image"]
+
+
+def test_the_compose_file_trains_on_two_nodes(containers: Containers) -> None:
+    """The README's command, to its end."""
+    project = f"{containers.token}-compose"
+    provider = ["docker", "compose"] if program() == "docker" else [str(Path(sys.executable).parent / "podman-compose")]
+    compose = [*provider, "--project-name", project, "--file", str(ROOT / "docker" / "compose.yaml")]
+    try:
+        done = subprocess.run(
+            [*compose, "up"], env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=230, check=False
+        )
+        said = done.stdout + done.stderr
+        assert "world size 2" in said, said
+        folder = engine("volume", "inspect", "--format", "{{.Mountpoint}}", f"{project}_out").stdout.strip()
+        found = result(Path(folder) / "runs" / "imagenet_ddp")
+        assert (found["world_size"], found["nodes"], found["launcher"]) == (2, 2, "torchrun")
+    finally:
+        subprocess.run([*compose, "down", "--volumes"], env=ENV, cwd=ROOT, capture_output=True, check=False)
