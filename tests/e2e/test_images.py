@@ -110,6 +110,8 @@ def test_flags_mistakes_and_a_stop(containers: Containers, out: Path) -> None:
     flags = ("--nproc", "2", "--epochs", "12", "--checkpoint-every", "2")
     said = containers.run("mistake", image(name), "--nproc", "2", "--batch-size", "7", code=2)
     assert "cannot be divided by 2 ranks" in said
+    said = containers.run("no-volume", image(name), code=2)
+    assert "cannot be written (Read-only file system): choose another folder" in said
 
     containers.run("whole", image(name), *flags, "--out", "whole", out=out)
     stopped = containers.start("stopped", image(name), *flags, "--out", "stopped", out=out)
@@ -129,3 +131,9 @@ def test_the_doctor_finds_a_hardened_container_healthy(containers: Containers, o
     assert findings["round trip"]["state"] == "ok"
     assert findings["shared memory"]["state"] == "warning", "64 MB are too little for loader workers"
     assert "--shm-size" in findings["shared memory"]["remedy"]
+
+
+def test_the_end_for_memory_is_named(containers: Containers) -> None:
+    flags = ("--memory", "300m", "--memory-swap", "300m")
+    said = containers.run("memory", image("base"), "python", "-c", "bytearray(10**9)", code=137, flags=flags)
+    assert "the kernel ended 1 process(es): the memory limit of the container was reached" in said
