@@ -53,7 +53,13 @@ def volume(tmp_path: Path) -> Path:
 
 
 def pods(
-    containers: Containers, job: Manifests, network: str, out: Path, attempt: int, more: tuple[str, ...]
+    containers: Containers,
+    job: Manifests,
+    network: str,
+    out: Path,
+    attempt: int,
+    more: tuple[str, ...],
+    env: dict[str, str] | None = None,
 ) -> list[str]:
     """Start the pods of a job as containers: its image, command, arguments, environment, user, names, grace."""
     pod, container = job.pod, job.container
@@ -66,7 +72,7 @@ def pods(
         flags += ["--network-alias", f"{host}.{pod['subdomain']}"]  # what the headless Service does
         flags += ["--user", f"{security['runAsUser']}:{security['runAsGroup']}"]
         flags += ["--shm-size", "1g", "--stop-timeout", str(pod["terminationGracePeriodSeconds"])]
-        for name, value in job.environment(index).items():
+        for name, value in (job.environment(index) | (env or {})).items():
             flags += ["--env", f"{name}={value}"]
         words = (*container["args"], *more)
         started.append(containers.start(f"{index}-{attempt}", container["image"], *words, out=out, flags=tuple(flags)))
@@ -107,6 +113,19 @@ def test_two_nodes_lose_one_and_go_on(
     expected = reference(name, tmp_path / "reference", more)
     assert (expected["world_size"], expected["nodes"]) == (2, 1)
     assert found["parameter_hash"] == expected["parameter_hash"]
+
+
+def test_an_elastic_rendezvous_gives_the_same_bits(containers: Containers, tmp_path: Path, volume: Path) -> None:
+    """torchrun's c10d backend numbers the nodes as they come; it needs more ports, which a private network gives."""
+    name, more = "manual_allreduce_sgd", ("--epochs", "3")
+    job = manifests(f"overlays/{name}")
+    endpoint = f"{job.environment(0)['PET_MASTER_ADDR']}:{job.environment(0)['PET_MASTER_PORT']}"
+    env = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": "one"}
+    for pod in pods(containers, job, containers.network("--internal"), volume, 1, more, env):
+        containers.finish(pod)
+    found = result(volume / "runs" / name)
+    assert (found["world_size"], found["nodes"]) == (2, 2)
+    assert found["parameter_hash"] == reference(name, tmp_path / "reference", more)["parameter_hash"]
 
 
 def test_only_the_network_of_the_job_reaches_its_ports(containers: Containers, volume: Path) -> None:
