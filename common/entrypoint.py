@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -87,9 +88,9 @@ class Supervisor:
             NOTES: f"/proc/{os.getpid()}/fd/{self.notes}"
         }
         self.asked: list[int] = []  # signals, in the order in which they came
+        self.sent = 0  # how many of them the command has got
         self.deadline = float("inf")
         self.unnoticed_since = float("inf")  # when all workers had ended, and the command went on
-        self.next_look = 0.0
         self.killed_for_memory = oom_kills()
         self.child = 0
 
@@ -97,39 +98,52 @@ class Supervisor:
         """Start the command and wait until nothing is left of it."""
         become_reaper()
         previous = {signum: signal.signal(signum, self._pass_on) for signum in PASSED_ON}
+        previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # it ends a pause
+        self.woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         try:
-            # A group of its own: Ctrl-C reaches it once, through us.
-            process = subprocess.Popen(self.command, env=self.env, process_group=0)
-        except OSError as error:
-            return _complain(f"{self.command[0]} cannot be started ({error.strerror})", 2)
-        self.child = process.pid
-        for signum in self.asked:  # those that came while it was being started
-            self._send(signum)
-        code = None
-        try:
+            try:
+                # A group of its own: Ctrl-C reaches it once, through us.
+                process = subprocess.Popen(self.command, env=self.env, process_group=0)
+            except OSError as error:
+                return _complain(f"{self.command[0]} cannot be started ({error.strerror})", 2)
+            self.child = process.pid
+            self._send()  # what came while it was being started
+            code = None
             while code is None:
                 code = self._reap()
                 if code is None and self._must_end():
                     self._kill_all()
                     code = self._reap(wait=True)
-                time.sleep(0.02)
+                if code is None:
+                    self._pause(min(1, self.stuck / 5, max(0.01, self.deadline - time.monotonic())))
             process.returncode = code  # we have waited for it ourselves
             self._end_rest()
             return self._meaning(code)
         finally:
+            signal.set_wakeup_fd(-1)
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
-            os.close(self.notes)
+            for descriptor in (self.notes, self.woken, waker):
+                os.close(descriptor)
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep until a signal comes, of a process that has ended or of somebody who wants us to stop."""
+        if select.select([self.woken], [], [], seconds)[0]:
+            os.read(self.woken, 4096)
 
     def _pass_on(self, signum: int, _: FrameType | None) -> None:
         self.asked.append(signum)
         self.deadline = min(self.deadline, time.monotonic() + self.grace)
         if self.child:
-            self._send(signum)
+            self._send()
 
-    def _send(self, signum: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.child, signum)
+    def _send(self) -> None:
+        """Send the command each signal once: a second one would tell it not to wait for a checkpoint."""
+        while self.sent < len(self.asked):
+            self.sent += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child, self.asked[self.sent - 1])
 
     def _reap(self, wait: bool = False) -> int | None:
         """Ask about all processes that ended, also the orphans that came to us; the command's code when it is there."""
@@ -149,9 +163,8 @@ class Supervisor:
         if now > self.deadline:
             _complain(f"not ended within {self.grace:g} s after {signal.Signals(self.asked[0]).name}: killed")
             return True
-        if now < self.next_look or not os.fstat(self.notes).st_size:
+        if not os.fstat(self.notes).st_size:
             return False
-        self.next_look = now + min(1, self.stuck / 10)
         states = [process.state for process in descendants() if process.pid != self.child]
         if not states or set(states) != {"Z"}:
             self.unnoticed_since = float("inf")
@@ -175,7 +188,7 @@ class Supervisor:
             if time.monotonic() > deadline:
                 self._kill_all()
             self._reap()
-            time.sleep(0.02)
+            self._pause(0.1)
 
     def _kill_all(self) -> None:
         for process in descendants():
