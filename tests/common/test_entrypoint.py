@@ -13,7 +13,7 @@ import pytest
 from common import entrypoint
 from common.errors import NOTES, RETRY, note
 from tests.conftest import ROOT, Programs
-from tests.runs import Eventually, newest_step, result
+from tests.runs import Eventually, mutated, newest_step, result
 
 ENTRY = ("-m", "common.entrypoint")
 PYTHON = sys.executable
@@ -236,3 +236,28 @@ def test_two_nodes_of_which_one_is_killed(
         programs.finish(process)
     hashes = {result(tmp_path / name)["parameter_hash"] for name in ("undisturbed", "killed")}
     assert len(hashes) == 1
+
+
+LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "command", "code"),
+    [
+        ("noted = self._noted()", "noted = None", ("sh", "-c", noted(2) + "exit 1"), 2),
+        ("self._end_rest()", "pass", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
+        ("prctl(36, 1,", "prctl(36, 0,", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
+        ("return 128 + self.asked[0]", "return code", ("sh", "-c", "kill -TERM $PPID; sleep 60 & wait"), 143),
+    ],
+)
+def test_what_is_left_out_is_missed(
+    programs: Programs, tmp_path: Path, old: str, new: str, command: tuple[str, ...], code: int
+) -> None:
+    """The code with one thing broken ends otherwise, or leaves something behind; the whole one does not."""
+    for folder in (ROOT, mutated(tmp_path, ("common/entrypoint.py", old, new))):
+        process = programs.start(*ENTRY, "--", *command, cwd=folder, cold=True)
+        process.wait(timeout=20)
+        good = (process.returncode, programs.left()) == (code, {})
+        programs.kill()
+        process.communicate()
+        assert good == (folder == ROOT), (process.returncode, programs.left())
