@@ -3,11 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test constraints clean
+EXAMPLES := $(patsubst examples/%/train.py,%,$(wildcard examples/*/train.py))
+
+.PHONY: help setup demo test doctor images e2e constraints clean
 
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
 	@echo "make test    set up and run all tests (tox)"
+	@echo "make doctor  look for what would go wrong on this machine"
+	@echo "make images  build the images with docker or podman (BASE_IMAGE=... on another base than CUDA's)"
+	@echo "make e2e     build the images on a minimal Debian and run the examples in containers"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
 
@@ -28,6 +33,18 @@ demo: setup
 # Two environments at a time: starting a process keeps one core busy, and the tests start hundreds.
 test: setup
 	@$(BIN)/tox run-parallel --parallel 2 --parallel-no-spinner
+
+doctor: setup
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m common.doctor $(ARGS)
+
+images:
+	@$(PYTHON) docker/build.py $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE)) $(EXAMPLES)
+
+# Root, because a network for containers needs it; the tests' own containers have no rights at all.
+e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
+e2e: setup
+	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base
+	@$(BIN)/python -m pytest tests/e2e
 
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from common.errors import Lost, Stopped, UserError
+from common.errors import RETRY, Absent, Lost, Stopped, UserError, note
 from common.flags import fail
 from common.launcher import Launch, Place
 from common.seed import random_state, restore_random_state
@@ -234,6 +234,7 @@ def connect(place: Place) -> World:
 
     Raises:
         UserError: a device or backend that this machine does not have.
+        Absent: other processes did not come within --timeout.
     """
     flags = place.flags
     asked = flags.device == "cuda" or flags.gpu is not None
@@ -306,7 +307,7 @@ def _await_host(host: str, port: int, seconds: float) -> None:
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
-            raise UserError(
+            raise Absent(
                 f"the first node, {host}:{port}, cannot be reached within {seconds:g} s ({error}): start it, and check "
                 f"its name, the port and the firewall"
             ) from None
@@ -325,7 +326,7 @@ def _join(store: dist.Store, place: Place, seconds: float) -> tuple[dist.Store, 
         The part of the store that only this world uses, and what its members said of themselves, in rank order.
 
     Raises:
-        UserError: some did not come in time.
+        Absent: some did not come in time.
     """
     me = {"name": secrets.token_hex(8), "size": place.size, "attempt": place.attempt, "machine": machine()}
     ranks = range(place.size)
@@ -350,7 +351,7 @@ def _join(store: dist.Store, place: Place, seconds: float) -> tuple[dist.Store, 
         if time.monotonic() > deadline:
             sign = f"{prefix}/here" if world["id"] else "hello"
             missing = [str(rank) for rank in ranks if not store.check([f"{sign}/{rank}"])]
-            raise UserError(
+            raise Absent(
                 f"{place.size - len(missing)} of {place.size} processes joined within {seconds:g} s; missing: rank "
                 f"{', '.join(missing)}. Start the others, or give a longer --timeout"
             )
@@ -407,6 +408,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         signal.signal(signum, _stop_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     world: World | None = None
+    again = False  # whether the cause lies elsewhere
     try:
         world = connect(place)
         yield world
@@ -414,19 +416,20 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
             dist.destroy_process_group()
         return
     except UserError as error:
-        message, code = f"error: {error}", 2
+        message, code, again = f"error: {error}", 2, isinstance(error, Absent)
     except Stopped as stop:
         message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
     except Exception as error:
-        lost = isinstance(error, Lost) or any(words in str(error) for words in LOST)
+        again = isinstance(error, Lost) or any(words in str(error) for words in LOST)
         for signum in STOPPING:  # torchrun stops the others when one has ended, while this one asks who it was
             signal.signal(signum, signal.SIG_IGN)
         where = f" {getattr(error, '__notes__', [''])[0]}".rstrip()
-        who = f" ({_without_word(world)}{where})" if lost and world else ""
-        text = f"lost another process{who}: {str(error).splitlines()[0]}" if lost else traceback.format_exc()
+        who = f" ({_without_word(world)}{where})" if again and world else ""
+        text = f"lost another process{who}: {str(error).splitlines()[0]}" if again else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
     if _speaks_first(world, place):
         print(message, file=sys.stderr, flush=True)
+    note(RETRY if again else code, place.local_size)
     sys.stdout.flush()
     # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
     os._exit(code)

@@ -16,7 +16,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 import tyro
 
-from common.errors import UserError
+from common.errors import UserError, note
 from common.launcher import Launch, Place, cuda_devices, preload, resolve
 
 
@@ -113,6 +113,7 @@ def fail(error: UserError) -> NoReturn:
     """Print the error once for the whole job and end this process with exit code 2."""
     if may_speak(os.environ):
         print(f"error: {error}", file=sys.stderr, flush=True)
+    note(2)
     raise SystemExit(2)
 
 

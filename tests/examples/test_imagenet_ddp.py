@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +29,7 @@ from common.images import ImageFolder
 from common.launcher import Launch
 from common.metrics import classification_metrics
 from examples.imagenet_ddp.recipe import Recipe
-from tests.conftest import Programs
+from tests.conftest import ROOT, Programs
 from tests.make_data import draw_folder
 from tests.runs import NO_GPU, TINY, Eventually, losses, mutated, newest_step, predictions, result, tiny_imagenet
 
@@ -425,3 +427,63 @@ def test_mutation_of_the_epochs_order(programs: Programs, tmp_path: Path, folder
     found = losses(tmp_path / "out")
     torch.testing.assert_close(found[:9], reference[1][:9], rtol=2e-4, atol=0)
     assert max(abs(a - b) / b for a, b in zip(found[9:], reference[1][9:], strict=True)) > 1e-2
+
+
+SRUN = """#!{python}
+import os, pathlib, subprocess, sys
+words = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+common = {{"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": "{port}"}}
+tasks = [
+    subprocess.Popen(words, env=os.environ | common | {{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}})
+    for task in (0, 1)
+]
+pathlib.Path("{folder}/tasks").write_text(" ".join(str(task.pid) for task in tasks))
+sys.exit(max(task.wait() for task in tasks))  # as srun
+"""
+
+
+def test_the_batch_script_saves_queues_itself_again_and_goes_on(
+    programs: Programs,
+    tmp_path: Path,
+    free_port: int,
+    tiny: Path,
+    folder: Path,
+    undisturbed: dict[int, Path],
+    eventually: Eventually,
+) -> None:
+    """SLURM's commands are emulated: `srun` starts two tasks, `scontrol` notes what it is asked for."""
+    for name, text in {
+        "srun": SRUN.format(python=sys.executable, port=free_port, folder=tmp_path),
+        "scontrol": f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n',
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env |= {"DDP_TEST_RUN": programs.token, "CUDA_VISIBLE_DEVICES": ""}
+    words = ["bash", "examples/imagenet_ddp/job.sbatch", *map(str, FLAGS), "--checkpoint-every", "1"]
+    words += ["--out", str(tmp_path / "out"), str(folder)]
+
+    def batch_job() -> subprocess.Popen[str]:
+        return subprocess.Popen(words, cwd=tiny, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    job = batch_job()
+    eventually(lambda: newest_step(tmp_path / "out") >= 9, 60, "a checkpoint")
+    for pid in (tmp_path / "tasks").read_text().split():  # as --signal=TERM@180 does
+        os.kill(int(pid), signal.SIGTERM)
+    assert "checkpoint at step" in programs.finish(job, code=143).stderr
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    (tmp_path / "asked").unlink()
+    programs.finish(batch_job())
+    assert not (tmp_path / "asked").exists()
+    assert result(tmp_path / "out")["launcher"] == "slurm"
+    assert result(tmp_path / "out")["parameter_hash"] == result(undisturbed[2])["parameter_hash"]
+
+
+def test_the_batch_script_asks_slurm_for_what_it_needs() -> None:
+    """One task per GPU; time to save before the limit; the same log and job after it was queued again."""
+    script = (ROOT / "examples" / "imagenet_ddp" / "job.sbatch").read_text()
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", script, re.MULTILINE))
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
+    assert asked["signal"] == "TERM@180"
+    assert "requeue" in asked
+    assert asked["open-mode"] == "append"

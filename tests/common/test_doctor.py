@@ -1,0 +1,153 @@
+"""The preflight: healthy machines are found healthy, and what is wrong is named with a remedy."""
+
+import json
+import os
+import resource
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from common import doctor
+from common.distributed import World
+from tests.conftest import ROOT, Programs
+from tests.runs import mutated
+
+DOCTOR = ("-m", "common.doctor", "--json", "--device", "cpu")
+ARGS = doctor.Args()
+
+
+def report(text: str) -> dict[str, Any]:
+    return json.loads(text[text.index("{") :])
+
+
+def wrong(text: str) -> dict[str, dict[str, Any]]:
+    return {finding["check"]: finding for finding in report(text)["findings"] if finding["state"] == "error"}
+
+
+def test_two_processes_are_examined_together(programs: Programs, tmp_path: Path) -> None:
+    done = programs.run(*DOCTOR, "--nproc", 2, "--out", tmp_path / "out", "--data", ROOT)
+    found = report(done.stdout)
+    assert (found["world_size"], found["nodes"], found["launcher"], found["errors"]) == (2, 1, "spawn", 0)
+    states = {finding["check"]: finding for finding in found["findings"]}
+    assert set(doctor.TOGETHER) - {"same versions"} <= set(states)  # that one speaks only when something is wrong
+    assert {"versions", "device", "backends", "cores", "interfaces", "open files", "user", "data"} <= set(states)
+    assert "all_reduce of 2 process(es) is right" in states["round trip"]["found"]
+    assert states["versions"]["ranks"] == [0, 1]
+    assert f"torch {torch.__version__.partition('+')[0]}" in states["versions"]["found"]
+    assert list((tmp_path / "out").iterdir()) == []
+    assert all(finding["remedy"] for finding in found["findings"] if finding["state"] != "ok")
+
+
+def test_one_process_says_it_in_lines(programs: Programs, tmp_path: Path) -> None:
+    done = programs.run("-m", "common.doctor", "--device", "cpu", "--out", tmp_path)
+    assert "ok      round trip: gloo: all_reduce of 1 process(es) is right" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("0 error(s), ")
+
+
+def test_what_would_fail_is_named(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    env = {"NCCL_SOCKET_IFNAME": "none0"}
+    words = ("--out", tmp_path / "file" / "out", "--data", tmp_path / "nowhere")
+    found = wrong(programs.run(*DOCTOR, *words, code=1, env=env).stdout)
+    assert found["output"]["found"] == f"{tmp_path}/file/out: Not a directory"
+    assert found["data"]["found"] == f"{tmp_path}/nowhere: No such file or directory"
+    assert found["interfaces"]["found"] == "NCCL_SOCKET_IFNAME=none0: no such interface"
+    assert len(found) == 3
+    assert all(finding["remedy"] for finding in found.values())
+
+    found = wrong(programs.run(*DOCTOR, "--out", tmp_path, code=1, env={"GLOO_SOCKET_IFNAME": "none0"}).stdout)
+    assert "interfaces" in found
+    assert "process group" in found  # gloo needs it, so no more can be said
+
+
+def test_nodes_that_do_not_share_a_folder_are_named(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    words = ("--nproc", 1, "--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}")
+    pair = [programs.start(*DOCTOR, *words, "--rank", rank, "--out", tmp_path / str(rank)) for rank in (0, 1)]
+    first, second = (programs.finish(process, code=1) for process in pair)
+    assert wrong(first.stdout)["output"]["found"] == f"{tmp_path}/1 is another folder than that of the main process"
+    assert wrong(first.stdout)["output"]["ranks"] == [1]
+    assert "findings" not in second.stdout
+
+
+def test_a_sum_that_is_wrong_is_seen(programs: Programs, tmp_path: Path) -> None:
+    broken = mutated(tmp_path / "broken", ("common/doctor.py", "dist.all_reduce(numbers)", "dist.barrier()"))
+    done = programs.run(*DOCTOR, "--nproc", 2, "--out", tmp_path, code=1, cwd=broken)
+    assert wrong(done.stdout)["round trip"]["found"] == "gloo: wrong sum of 1 numbers"
+
+
+def world(**fields: Any) -> World:
+    place = SimpleNamespace(local_size=1, launcher="plain", flags=SimpleNamespace(device="auto"))
+    known = {"device": torch.device("cpu"), "nodes": 1, "size": 1, "cores": 1, "backend": "gloo", "place": place}
+    return cast("World", SimpleNamespace(**known | fields))
+
+
+def states(findings: Iterable[doctor.Finding]) -> list[str]:
+    return [finding.state for finding in findings]
+
+
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "SHARED", tmp_path / "nowhere")
+    assert states(doctor.shared_memory(ARGS, world())) == ["error"]
+    monkeypatch.setattr(doctor, "SHARED", tmp_path)
+    for total, state in ((64_000_000, "warning"), (1_000_000_000, "ok")):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, total=total: SimpleNamespace(total=total))
+        assert states(doctor.shared_memory(ARGS, world())) == [state]
+
+
+def test_a_host_name_that_others_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolves(address: str) -> None:
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (address, 0))])
+
+    resolves("127.0.1.1")
+    assert states(doctor.names(ARGS, world())) == ["ok"]
+    assert states(doctor.names(ARGS, world(nodes=2))) == ["error"]
+    resolves("10.0.0.7")
+    assert states(doctor.names(ARGS, world(nodes=2))) == ["ok"]
+
+    def fails(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    assert states(doctor.names(ARGS, world())) == ["warning"]
+    assert states(doctor.names(ARGS, world(nodes=2))) == ["error"]
+
+
+def test_limits_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    assert states(doctor.limits(ARGS, world()))[0] == "warning"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert set(states(doctor.limits(ARGS, world()))) == {"ok"}
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setattr(doctor, "DEFAULT_PORT", taken.getsockname()[1])
+        assert states(doctor.ports(ARGS, world())) == ["ok", "warning"]
+    assert states(doctor.ports(ARGS, world())) == ["ok"]
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    monkeypatch.setenv("HOME", "/nowhere")
+    monkeypatch.delenv("USER", raising=False)
+    assert states(doctor.user(ARGS, world())) == ["warning", "ok"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USER", "trainer")
+    assert states(doctor.user(ARGS, world())) == ["ok", "ok"]
+
+
+def test_crowded_cores_and_an_empty_folder(tmp_path: Path) -> None:
+    assert states(doctor.processors(ARGS, world(cores=10_000))) == ["warning"]
+    assert states(doctor.data(doctor.Args(data=tmp_path), world())) == ["error"]
+    assert states(doctor.data(ARGS, world())) == []
+
+
+def test_a_check_that_cannot_be_made_does_not_end_the_others() -> None:
+    def broken(args: doctor.Args, world: World) -> doctor.Findings:
+        raise OSError(5, "Input/output error")
+
+    (finding,) = doctor.guarded("anything", broken, ARGS, world())
+    assert (finding.check, finding.state) == ("anything", "error")
+    assert "Input/output error" in finding.found

@@ -1,0 +1,263 @@
+"""The first process of a container: signals, exit codes, what is stuck and what is left over."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common import entrypoint
+from common.errors import NOTES, RETRY, note
+from tests.conftest import ROOT, Programs
+from tests.runs import Eventually, mutated, newest_step, result
+
+ENTRY = ("-m", "common.entrypoint")
+PYTHON = sys.executable
+WAITS = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); "
+NOTED = f"echo 0 {{code}} {{processes}} >> ${NOTES}; "
+
+
+def noted(*codes: int, processes: int = 0) -> str:
+    return "".join(NOTED.format(code=code, processes=processes or len(codes)) for code in codes)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("exit 0", 0),
+        ("exit 5", 5),
+        ("kill -9 $$", 137),
+        (noted(2) + "exit 1", 2),  # as torchrun does
+        (noted(1, RETRY) + "exit 1", 1),
+        (noted(RETRY, 143) + "exit 1", RETRY),
+        (noted(RETRY, processes=2) + "exit 1", 1),  # the other process of this machine was killed: that is the cause
+        (noted(1) + "exit 0", 0),  # torchrun has started them again, and they have done it
+    ],
+)
+def test_the_exit_code_says_what_has_happened(programs: Programs, command: str, code: int) -> None:
+    programs.run(*ENTRY, "--", "sh", "-c", command, code=code, cold=True)
+
+
+def test_the_last_attempt_counts() -> None:
+    assert entrypoint.first_note("0 1 2\n0 75 2\n1 143 2\n1 1 2\n") == 143
+    assert entrypoint.first_note("") is None
+
+
+def test_notes_are_for_the_entrypoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NOTES, raising=False)
+    note(2)
+    (tmp_path / "notes").touch()
+    monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    note(2)
+    note(143, 4)
+    assert (tmp_path / "notes").read_text() == "3 2 1\n3 143 4\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "error: no command: give one after --"),
+        (("--", "--epochs", "1"), "error: no command: give one after --"),
+        (("--", "no-such-program"), "error: no-such-program cannot be started (No such file or directory)"),
+    ],
+)
+def test_mistakes_end_with_one_line(programs: Programs, words: tuple[str, ...], message: str) -> None:
+    assert programs.run(*ENTRY, *words, code=2, cold=True).stderr == message + "\n"
+
+
+def test_flags_alone_go_to_the_program_of_the_image(programs: Programs) -> None:
+    env = {"PROGRAM": "calendar"}
+    done = programs.run(*ENTRY, "--", "--type", "text", "2026", "11", env=env, cold=True)
+    assert "November 2026" in done.stdout
+    assert "20" in programs.run(*ENTRY, "--", env=env, cold=True).stdout
+    assert programs.run(*ENTRY, "--", "echo", "up", env=env, cold=True).stdout == "up\n"
+
+
+def test_the_entrypoint_needs_the_standard_library_only() -> None:
+    done = subprocess.run(
+        [PYTHON, "-S", "-c", "import common.entrypoint, sys; print(*sys.modules)"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    known = sys.stdlib_module_names | {"common", "common.entrypoint", "common.errors", "__main__"}
+    assert [name for name in done.stdout.split() if name not in known and name.split(".")[0] not in known] == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(programs: Programs, signum: signal.Signals) -> None:
+    program = WAITS + f"signal.signal({int(signum)}, lambda *_: sys.exit(7)); time.sleep(60)"
+    process = programs.start(*ENTRY, "--", PYTHON, "-c", program, cold=True)
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signum)
+    # 7 is no code of ours: torchrun's 1 after a signal means no more than 128 + n.
+    programs.finish(process, code=128 + signum)
+
+
+def test_what_ignores_the_signal_is_ended_after_the_time_of_grace(programs: Programs) -> None:
+    program = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    )
+    process = programs.start(*ENTRY, "--grace", "0.5", "--", PYTHON, "-c", program, cold=True)
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    process.terminate()
+    assert programs.finish(process, code=143).stderr == "error: not ended within 0.5 s after SIGTERM: killed\n"
+
+
+def test_what_a_command_leaves_behind_is_ended(programs: Programs) -> None:
+    """A daemon in a session of its own, and a process that ignores SIGTERM."""
+    program = (
+        "import os, signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "subprocess.Popen(['sleep', '600'], start_new_session=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    programs.run(*ENTRY, "--", PYTHON, "-c", program, code=137, cold=True, limit=30)
+    assert programs.gone(within=0.1)
+
+
+SUPERVISOR = (  # its worker has ended and left a note; it never asks about it, as torchrun when it is cut off
+    f"import os, subprocess, time; subprocess.Popen(['sh', '-c', 'echo 0 {{code}} 1 >> ${NOTES}; {{more}}']);"
+    "print('up', flush=True); time.sleep({seconds})"
+)
+
+
+def test_a_supervisor_that_does_not_notice_the_end_of_its_worker_is_ended(programs: Programs) -> None:
+    stuck = SUPERVISOR.format(code=RETRY, more="exit 1", seconds=60)
+    done = programs.run(*ENTRY, "--stuck", "0.5", "--", PYTHON, "-c", stuck, code=RETRY, cold=True, limit=20)
+    assert re.search(r"^error: all workers ended 0.5 s ago and \S+ has not noticed: killed$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("more", ["sleep 3", "true; : > $EXIT_NOTES"])
+def test_a_supervisor_with_work_left_is_not_ended(programs: Programs, more: str) -> None:
+    """One worker that goes on; one that has left no note, because it is none of ours."""
+    program = SUPERVISOR.format(code=1, more=more, seconds=2)
+    programs.run(*ENTRY, "--stuck", "0.3", "--", PYTHON, "-c", program, cold=True)
+
+
+def test_orphans_are_asked_about(programs: Programs, eventually: Eventually) -> None:
+    """Ended processes whose parents are gone do not fill the process table."""
+    program = "for i in 1 2 3; do (sleep 0.1 & ); done; sleep 0.6; echo up; sleep 60"
+    process = programs.start(*ENTRY, "--", "sh", "-c", program, cold=True)
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    eventually(lambda: "sleep 0.1" not in " ".join(programs.left().values()), 5, "orphans")
+    states = [p.state for p in children(process.pid)]
+    assert states
+    assert "Z" not in states
+    process.terminate()
+    programs.finish(process, code=143)
+
+
+def children(pid: int) -> list[entrypoint.Process]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        state, parent = file.read_text().rpartition(")")[2].split()[:2]
+        if int(parent) == pid:
+            found.append(entrypoint.Process(int(file.parent.name), int(parent), state))
+    return found
+
+
+def test_the_end_for_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """The kernel's counter, of either version of control groups, is emulated: a test cannot set a limit."""
+    monkeypatch.setattr(entrypoint, "MEMORY_EVENTS", (tmp_path / "memory.events", tmp_path / "oom_control"))
+    assert entrypoint.oom_kills() == 0
+    counter = tmp_path / "oom_control"
+    counter.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert entrypoint.oom_kills() == 3
+    command = f"echo oom_kill 4 > {counter}; {noted(RETRY, processes=2)} exit 1"
+    assert entrypoint.main(["--", "sh", "-c", command], os.environ) == 137
+    assert "the kernel ended 1 process(es): the memory limit of the container was reached" in capfd.readouterr().err
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+SMALL = ("-m", "examples.manual_allreduce_sgd.train", "--algorithm", "flat", "--resume", "auto")
+
+
+def test_torchrun_with_the_codes_of_its_workers(
+    programs: Programs, tmp_path: Path, free_port: int, eventually: Eventually
+) -> None:
+    """A mistake that only the workers see; SIGTERM with a checkpoint; a killed worker; a killed torchrun."""
+    job = (*ENTRY, "--", PYTHON, *TORCHRUN, str(free_port), *SMALL, "--out", str(tmp_path))
+
+    done = programs.run(*job, "--batch-size", "7", code=2, cold=True)
+    assert "cannot be divided by 2 ranks" in done.stderr
+
+    def at_step(step: int) -> subprocess.Popen[str]:
+        process = programs.start(*job, "--epochs", "1000", "--checkpoint-every", "5", cold=True)
+        eventually(lambda: newest_step(tmp_path) >= step, 60, "a checkpoint")
+        return process
+
+    process = at_step(5)
+    process.terminate()
+    assert "stopped by SIGTERM: checkpoint at step" in programs.finish(process, code=143).stderr
+    stopped = newest_step(tmp_path)
+
+    process = at_step(stopped + 5)
+    os.kill(programs.worker(1), signal.SIGKILL)
+    programs.finish(process, code=1)  # counts: the cause was here
+
+    stopped = newest_step(tmp_path)
+    process = at_step(stopped + 5)
+    (agent,) = (child.pid for child in children(process.pid))
+    os.kill(agent, signal.SIGKILL)
+    programs.finish(process, code=137)
+    assert programs.gone(within=0.5)
+    assert newest_step(tmp_path) > stopped
+
+    done = programs.run(*job, "--epochs", "2", code=2, cold=True)
+    assert "epochs" in done.stderr  # another run's checkpoint: a mistake, found by the workers
+
+
+def test_two_nodes_of_which_one_is_killed(
+    programs: Programs, tmp_path: Path, free_port: int, eventually: Eventually
+) -> None:
+    """The survivor says that the cause was elsewhere; started again, both end with the bits of an undisturbed run."""
+
+    def node(rank: int, out: Path, port: int) -> subprocess.Popen[str]:
+        pet = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_NODE_RANK": rank, "PET_MASTER_PORT": port}
+        env = {name: str(value) for name, value in pet.items()} | {"PET_MASTER_ADDR": "127.0.0.1"}
+        command = (PYTHON, "-m", "torch.distributed.run", *SMALL, "--out", str(out), "--checkpoint-every", "3")
+        return programs.start(*ENTRY, "--", *command, env=env, cold=True)
+
+    for process in [node(rank, tmp_path / "undisturbed", free_port) for rank in (0, 1)]:
+        programs.finish(process)
+    pair = [node(rank, tmp_path / "killed", free_port) for rank in (0, 1)]
+    eventually(lambda: newest_step(tmp_path / "killed") >= 20, 60, "a checkpoint")
+    for child in children(pair[1].pid):
+        for worker in children(child.pid):
+            os.kill(worker.pid, signal.SIGKILL)
+    programs.finish(pair[1], code=1)
+    assert "lost another process" in programs.finish(pair[0], code=RETRY).stderr
+    for process in [node(rank, tmp_path / "killed", free_port) for rank in (0, 1)]:
+        programs.finish(process)
+    hashes = {result(tmp_path / name)["parameter_hash"] for name in ("undisturbed", "killed")}
+    assert len(hashes) == 1
+
+
+LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "command", "code"),
+    [
+        ("noted = self._noted()", "noted = None", ("sh", "-c", noted(2) + "exit 1"), 2),
+        ("self._end_rest()", "pass", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
+        ("prctl(36, 1,", "prctl(36, 0,", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
+        ("return 128 + self.asked[0]", "return code", ("sh", "-c", "kill -TERM $PPID; sleep 60 & wait"), 143),
+    ],
+)
+def test_what_is_left_out_is_missed(
+    programs: Programs, tmp_path: Path, old: str, new: str, command: tuple[str, ...], code: int
+) -> None:
+    """The code with one thing broken ends otherwise, or leaves something behind; the whole one does not."""
+    for folder in (ROOT, mutated(tmp_path, ("common/entrypoint.py", old, new))):
+        process = programs.start(*ENTRY, "--", *command, cwd=folder, cold=True)
+        process.wait(timeout=20)
+        good = (process.returncode, programs.left()) == (code, {})
+        programs.kill()
+        process.communicate()
+        assert good == (folder == ROOT), (process.returncode, programs.left())

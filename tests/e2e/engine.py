@@ -1,0 +1,121 @@
+"""Containers for the tests: docker or podman, whichever is there; all are gone when a test ends."""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from tests.conftest import ROOT
+
+# The flags of the README's first command with a container: every container of the tests runs as hardened as that.
+HARDENED = re.findall(r"(?<=docker run --rm )[^\n]*?(?= -v )", (ROOT / "README.md").read_text())[0].split()
+
+
+def _build_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build", ROOT / "docker" / "build.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build = _build_module()
+ENV = os.environ | (
+    {} if "CONTAINERS_CONF" in os.environ else {"CONTAINERS_CONF": str(ROOT / "tests/e2e/containers.conf")}
+)
+
+
+@functools.cache
+def program() -> str:
+    """docker or podman."""
+    return build.engine(ENV)
+
+
+def image(name: str) -> str:
+    """The full name of an example's image."""
+    return build.targets(ENV)[name]["tags"][0]
+
+
+def engine(*words: object, code: int | None = 0, limit: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command of the engine and check its exit code (None: any)."""
+    done = subprocess.run(
+        [program(), *map(str, words)], env=ENV, capture_output=True, text=True, timeout=limit, check=False
+    )
+    assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@dataclass
+class Containers:
+    """The containers and networks of one test."""
+
+    token: str = field(default_factory=lambda: f"e2e-{uuid.uuid4().hex[:8]}")
+    names: list[str] = field(default_factory=list)
+    networks: list[str] = field(default_factory=list)
+
+    def network(self, *flags: str) -> str:
+        name = f"{self.token}-net{len(self.networks)}"
+        engine("network", "create", *flags, name)
+        self.networks.append(name)
+        return name
+
+    def start(self, name: str, image: str, *words: str, out: Path | None = None, flags: tuple[str, ...] = ()) -> str:
+        """Start a hardened container and return its full name; flags given later win over the hardened ones."""
+        full = f"{self.token}-{name}"
+        self.names.append(full)
+        hardened = [*HARDENED, *(["--read-only-tmpfs=false"] if program() == "podman" else [])]
+        if "--network" in flags:
+            at = hardened.index("--network")
+            del hardened[at : at + 2]
+        mounts = ["-v", f"{out}:/out"] if out else []
+        engine("run", "--detach", "--name", full, *hardened, *mounts, *flags, image, *words)
+        return full
+
+    def finish(self, full: str, code: int | None = 0, limit: float = 180) -> str:
+        """Wait for the end of a container, check its exit code, and return what it said."""
+        got = int(engine("wait", full, limit=limit).stdout)
+        done = engine("logs", full)
+        said = done.stdout + done.stderr
+        assert code is None or got == code, f"{full} ended with {got}, not {code}:\n{said}"
+        return said
+
+    def run(
+        self,
+        name: str,
+        image: str,
+        *words: str,
+        code: int = 0,
+        out: Path | None = None,
+        flags: tuple[str, ...] = (),
+        limit: float = 180,
+    ) -> str:
+        """Start a container and wait for its end."""
+        return self.finish(self.start(name, image, *words, out=out, flags=flags), code, limit)
+
+    def address(self, full: str) -> str:
+        """The container's address in its network."""
+        (found,) = json.loads(engine("inspect", full).stdout)
+        (network,) = found["NetworkSettings"]["Networks"].values()
+        return network["IPAddress"]
+
+    def clean(self) -> None:
+        for name in self.names:
+            engine("rm", "--force", name, code=None)
+        for name in self.networks:
+            engine("network", "rm", name, code=None)
+
+
+def eventually(condition: Callable[[], object], limit: float, what: str) -> None:
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {limit} s"
+        time.sleep(0.1)

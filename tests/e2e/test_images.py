@@ -1,0 +1,139 @@
+"""Every image runs its example as hardened as the README shows; none holds more than it needs."""
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.e2e.engine import HARDENED, Containers, engine, eventually, image
+from tests.runs import newest_step, result
+
+BUILT = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py"))
+
+
+@pytest.fixture
+def containers() -> Generator[Containers]:
+    started = Containers()
+    yield started
+    started.clean()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A folder into which any user may write, as a volume is."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def test_the_readme_hardens() -> None:
+    for flag in ("--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--tmpfs /tmp"):
+        assert flag in " ".join(HARDENED)
+    user = HARDENED[HARDENED.index("--user") + 1]
+    assert int(user.split(":")[0]) not in (0, 10001), "a user that the image does not know"
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_demo_runs_hardened_on_embedded_data(containers: Containers, out: Path, name: str) -> None:
+    said = containers.run("demo", image(name), out=out)
+    done = result(out / "runs" / name)
+    assert done["example"] == name
+    assert done["world_size"] == 1
+    assert f"result runs/{name}/result.json" in said.splitlines()[-1]
+    assert "Traceback" not in said
+    user = int(HARDENED[HARDENED.index("--user") + 1].split(":")[0])
+    assert (out / "runs" / name / "result.json").stat().st_uid == user
+
+
+INSIDE = """
+import glob, json, os, shutil, sys
+tools = [t for t in ("gcc", "cc", "g++", "make", "pip", "pip3", "uv", "git", "curl") if shutil.which(t)]
+lists = glob.glob("/var/lib/apt/lists/*_Packages*")
+writable = [p for p in ("/app", "/app/common", "/app/examples", "/opt/venv", "/usr", "/etc") if os.access(p, os.W_OK)]
+compiled = bool(glob.glob("/app/common/__pycache__/*.pyc")) and bool(glob.glob("/app/examples/*/__pycache__/*.pyc"))
+import torch
+compiled = compiled and os.path.exists(torch.__cached__ if hasattr(torch, "__cached__") else torch.__spec__.cached)
+status = open("/proc/1/status").read()
+print(json.dumps(dict(tools=tools, lists=lists, writable=writable, compiled=compiled,
+    app=sorted(os.listdir("/app")), status=status, path=sys.path[:2],
+    examples=sorted(n for n in os.listdir("/app/examples") if not n.startswith("__")),
+    first=open("/proc/1/cmdline").read().split(chr(0)))))
+"""
+LEFT = """
+import json, os
+folders = ("/tools", "/build", "/root", "/var/cache/uv", "/var/cache/apt/archives", "/tmp", "/out")
+files = [os.path.join(f, name) for folder in folders for f, _, names in os.walk(folder) for name in names]
+kept = ("/root/.bashrc", "/root/.profile", "/var/cache/apt/archives/lock")
+print(json.dumps([f for f in files if f not in kept]))
+"""
+
+
+def test_an_image_holds_what_it_needs_and_nothing_else(containers: Containers) -> None:
+    name = "imagenet_ddp"
+    said = containers.run("inside", image(name), "python", "-c", INSIDE)
+    inside = json.loads(said.splitlines()[-1])
+    assert {key: inside[key] for key in ("tools", "lists", "writable")} == {
+        "tools": [],
+        "lists": [],
+        "writable": [],
+    }
+    said = containers.run("left", image(name), "python", "-c", LEFT, flags=("--user", "0"))  # who may look everywhere
+    assert json.loads(said.splitlines()[-1]) == []
+    assert inside["compiled"]
+    assert [entry for entry in inside["app"] if entry != "__pycache__"] == ["common", "examples"]
+    assert inside["examples"] == [name]
+    assert inside["first"][:4] == ["python", "-m", "common.entrypoint", "--"]
+    assert "CapEff:\t0000000000000000" in inside["status"]
+    assert "NoNewPrivs:\t1" in inside["status"]
+    assert "/out" not in inside["path"], "a folder that everybody may write to is no place for modules"
+
+    (config,) = json.loads(engine("image", "inspect", image(name)).stdout)
+    assert config["Config"]["User"] == "10001:10001"
+    labels = config["Config"]["Labels"]
+    assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+    assert len(labels["org.opencontainers.image.revision"]) == 40
+    assert labels["org.opencontainers.image.title"] == name
+
+
+def test_an_example_adds_little_to_the_base() -> None:
+    sizes = {name: json.loads(engine("image", "inspect", image(name)).stdout)[0]["Size"] for name in ("base", *BUILT)}
+    print({name: f"{size / 1e9:.3f} GB" for name, size in sizes.items()})
+    assert {name: size for name, size in sizes.items() if size > sizes["base"] + 2e6} == {}
+
+
+def test_flags_mistakes_and_a_stop(containers: Containers, out: Path) -> None:
+    """Flags go to the program; a mistake ends with 2; `stop` lets it save; resumed, it ends with the same bits."""
+    name = "mnist_ddp_spawn"
+    flags = ("--nproc", "2", "--epochs", "12", "--checkpoint-every", "2")
+    said = containers.run("mistake", image(name), "--nproc", "2", "--batch-size", "7", code=2)
+    assert "cannot be divided by 2 ranks" in said
+    said = containers.run("no-volume", image(name), code=2)
+    assert "cannot be written (Read-only file system): choose another folder" in said
+
+    containers.run("whole", image(name), *flags, "--out", "whole", out=out)
+    stopped = containers.start("stopped", image(name), *flags, "--out", "stopped", out=out)
+    eventually(lambda: newest_step(out / "stopped") >= 4, 60, "a checkpoint")
+    engine("stop", "--time", "60", stopped)
+    said = containers.finish(stopped, code=143)
+    assert "stopped by SIGTERM: checkpoint at step" in said
+    containers.run("resumed", image(name), *flags, "--resume", "auto", "--out", "stopped", out=out)
+    assert result(out / "stopped")["parameter_hash"] == result(out / "whole")["parameter_hash"]
+
+
+def test_the_doctor_finds_a_hardened_container_healthy(containers: Containers, out: Path) -> None:
+    said = containers.run("doctor", image("imagenet_ddp"), "python", "-m", "common.doctor", "--json", out=out)
+    report = json.loads(said[said.index("{") :])
+    assert report["errors"] == 0
+    findings = {finding["check"]: finding for finding in report["findings"]}
+    assert findings["round trip"]["state"] == "ok"
+    assert findings["shared memory"]["state"] == "warning", "64 MB are too little for loader workers"
+    assert "--shm-size" in findings["shared memory"]["remedy"]
+
+
+def test_the_end_for_memory_is_named(containers: Containers) -> None:
+    flags = ("--memory", "300m", "--memory-swap", "300m")
+    said = containers.run("memory", image("base"), "python", "-c", "bytearray(10**9)", code=137, flags=flags)
+    assert "the kernel ended 1 process(es): the memory limit of the container was reached" in said

@@ -1,0 +1,182 @@
+"""Two containers on a private network, with the command and the environment that the manifests give their pods."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from common.errors import RETRY
+from tests.conftest import ROOT
+from tests.e2e.engine import ENV, Containers, engine, eventually, image, program
+from tests.k8s.policy import Manifests
+from tests.k8s.test_manifests import manifests
+from tests.runs import Result, newest_step, result
+
+# Shorter than the whole demo, and with checkpoints to be killed between.
+SHORT = {
+    "imagenet_ddp": ("--epochs", "3", "--checkpoint-every", "2"),
+    "manual_allreduce_sgd": ("--epochs", "60", "--checkpoint-every", "2"),
+}
+LISTENING = (  # local ports of sockets in state LISTEN, version 4 and 6
+    "import json; rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]];"
+    "print(json.dumps(sorted({int(r[1].rpartition(':')[2], 16) for r in rows if r[3] == '0A'})))"
+)
+CONNECT = """
+import json, socket, sys
+host, ports = sys.argv[1], json.loads(sys.argv[2])
+def reached(port):
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+        return True
+    except OSError:
+        return False
+print(json.dumps([port for port in ports if reached(port)]))
+"""
+
+
+@pytest.fixture
+def containers() -> Generator[Containers]:
+    started = Containers()
+    yield started
+    started.clean()
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def pods(
+    containers: Containers,
+    job: Manifests,
+    network: str,
+    out: Path,
+    attempt: int,
+    more: tuple[str, ...],
+    env: dict[str, str] | None = None,
+) -> list[str]:
+    """Start the pods of a job as containers: its image, command, arguments, environment, user, names, grace."""
+    pod, container = job.pod, job.container
+    assert container["command"] == ["python", "-m", "common.entrypoint", "--"]  # the image's entrypoint
+    security = pod["securityContext"]
+    started = []
+    for index in range(job.job["completions"]):
+        host = f"{job.name}-{index}"
+        flags = ["--network", network, "--hostname", host, "--network-alias", host]
+        flags += ["--network-alias", f"{host}.{pod['subdomain']}"]  # what the headless Service does
+        flags += ["--user", f"{security['runAsUser']}:{security['runAsGroup']}"]
+        flags += ["--shm-size", "1g", "--stop-timeout", str(pod["terminationGracePeriodSeconds"])]
+        for name, value in (job.environment(index) | (env or {})).items():
+            flags += ["--env", f"{name}={value}"]
+        words = (*container["args"], *more)
+        started.append(containers.start(f"{index}-{attempt}", container["image"], *words, out=out, flags=tuple(flags)))
+    return started
+
+
+def reference(name: str, out: Path, more: tuple[str, ...]) -> Result:
+    """Two processes of the same program without containers."""
+    command = [sys.executable, "-m", f"examples.{name}.train", "--nproc", "2", "--out", str(out), *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return result(out)
+
+
+@pytest.mark.parametrize(("name", "victim"), [("imagenet_ddp", 1), ("manual_allreduce_sgd", 0)])
+def test_two_nodes_lose_one_and_go_on(
+    containers: Containers, tmp_path: Path, volume: Path, name: str, victim: int
+) -> None:
+    """As in a cluster: one pod is killed, the other says that it is not the cause, both start again and resume."""
+    job = manifests(f"overlays/{name}")
+    more, run = SHORT[name], volume / "runs" / name
+    network = containers.network("--internal")
+
+    first = pods(containers, job, network, volume, 1, more)
+    eventually(lambda: newest_step(run) >= 4, 90, "a checkpoint")
+    engine("kill", "--signal", "KILL", first[victim])
+    containers.finish(first[victim], code=137)
+    said = containers.finish(first[1 - victim], code=RETRY, limit=90)
+    assert "lost another process" in said
+    assert not (run / "result.json").exists()
+
+    second = pods(containers, job, network, volume, 2, more)
+    said = [containers.finish(pod) for pod in second]
+    assert f"resumed from runs/{name}/checkpoints" in said[0]
+    assert "resumed" not in said[1]  # the main rank speaks for all
+    found = result(run)
+    assert (found["world_size"], found["nodes"], found["launcher"]) == (2, 2, "torchrun")
+    expected = reference(name, tmp_path / "reference", more)
+    assert (expected["world_size"], expected["nodes"]) == (2, 1)
+    assert found["parameter_hash"] == expected["parameter_hash"]
+
+
+def test_an_elastic_rendezvous_gives_the_same_bits(containers: Containers, tmp_path: Path, volume: Path) -> None:
+    """torchrun's c10d backend numbers the nodes as they come; it needs more ports, which a private network gives."""
+    name, more = "manual_allreduce_sgd", ("--epochs", "3")
+    job = manifests(f"overlays/{name}")
+    endpoint = f"{job.environment(0)['PET_MASTER_ADDR']}:{job.environment(0)['PET_MASTER_PORT']}"
+    env = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": "one"}
+    for pod in pods(containers, job, containers.network("--internal"), volume, 1, more, env):
+        containers.finish(pod)
+    found = result(volume / "runs" / name)
+    assert (found["world_size"], found["nodes"]) == (2, 2)
+    assert found["parameter_hash"] == reference(name, tmp_path / "reference", more)["parameter_hash"]
+
+
+def test_only_the_network_of_the_job_reaches_its_ports(containers: Containers, volume: Path) -> None:
+    job = manifests("overlays/manual_allreduce_sgd")
+    network = containers.network("--internal")
+    first, _ = pods(containers, job, network, volume, 1, ("--epochs", "1000000"))
+    eventually(lambda: newest_step(volume / "runs" / "manual_allreduce_sgd") > 0, 90, "a checkpoint")
+    ports = json.loads(engine("exec", first, "python", "-c", LISTENING).stdout)
+    assert int(job.environment(0)["PET_MASTER_PORT"]) in ports
+    probe = ("python", "-c", CONNECT, containers.address(first), json.dumps(ports))
+    inside = containers.run("inside", job.container["image"], *probe, flags=("--network", network))
+    assert json.loads(inside) == ports
+    outside = containers.run("outside", job.container["image"], *probe, flags=("--network", containers.network()))
+    assert json.loads(outside) == []
+
+
+def test_a_mistake_ends_both_nodes_at_once(containers: Containers, volume: Path) -> None:
+    job = manifests("overlays/manual_allreduce_sgd")
+    both = pods(containers, job, containers.network("--internal"), volume, 1, ("--batch-size", "7"))
+    said = [containers.finish(pod, code=None) for pod in both]
+    codes = [int(engine("wait", pod).stdout) for pod in both]
+    assert 2 in codes, said  # FailJob
+    assert set(codes) <= {2, RETRY}, said
+    assert "cannot be divided by 2 ranks" in "".join(said)
+
+
+def test_the_doctor_sees_both_nodes(containers: Containers, volume: Path) -> None:
+    job = manifests("overlays/imagenet_ddp")
+    job.container["args"] = ["torchrun", "-m", "common.doctor", "--json"]
+    both = pods(containers, job, containers.network("--internal"), volume, 1, ())
+    said = [containers.finish(pod) for pod in both]
+    report = json.loads(said[0][said[0].index("{") :])
+    assert report["world_size"] == 2
+    assert report["errors"] == 0
+    assert "{" not in said[1]
+    assert image("imagenet_ddp") == job.container["image"]
+
+
+def test_the_compose_file_trains_on_two_nodes(containers: Containers) -> None:
+    """The README's command, to its end."""
+    project = f"{containers.token}-compose"
+    provider = ["docker", "compose"] if program() == "docker" else [str(Path(sys.executable).parent / "podman-compose")]
+    compose = [*provider, "--project-name", project, "--file", str(ROOT / "docker" / "compose.yaml")]
+    try:
+        done = subprocess.run(
+            [*compose, "up"], env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=230, check=False
+        )
+        said = done.stdout + done.stderr
+        assert "world size 2" in said, said
+        folder = engine("volume", "inspect", "--format", "{{.Mountpoint}}", f"{project}_out").stdout.strip()
+        found = result(Path(folder) / "runs" / "imagenet_ddp")
+        assert (found["world_size"], found["nodes"], found["launcher"]) == (2, 2, "torchrun")
+    finally:
+        subprocess.run([*compose, "down", "--volumes"], env=ENV, cwd=ROOT, capture_output=True, check=False)
