@@ -55,6 +55,7 @@ Value = TypeVar("Value")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 # What the backends' errors say when another process died, or was silent for longer than --timeout.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timeout caused pair closure")
+CUT_OFF = "the host of the rendezvous is gone, too,"
 GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
 
 
@@ -424,10 +425,10 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         for signum in STOPPING:  # torchrun stops the others when one has ended, while this one asks who it was
             signal.signal(signum, signal.SIG_IGN)
         where = f" {getattr(error, '__notes__', [''])[0]}".rstrip()
-        who = f" ({_without_word(world)}{where})" if again and world else ""
+        who = f" ({_answer(lambda: _without_word(world), CUT_OFF)}{where})" if again and world else ""
         text = f"lost another process{who}: {str(error).splitlines()[0]}" if again else traceback.format_exc()
         message, code = f"error: rank {place.rank}: {text}", 1
-    if _speaks_first(world, place):
+    if _answer(lambda: _speaks_first(world, place), True):
         print(message, file=sys.stderr, flush=True)
     note(RETRY if again else code, place.local_size)
     sys.stdout.flush()
@@ -462,7 +463,16 @@ def _without_word(world: World, patience: float = 1.0) -> str:
                 return f"no word from rank {', '.join(silent)}" if silent else "all are still here"
             time.sleep(0.02)
     except (dist.DistError, RuntimeError):
-        return "the host of the rendezvous is gone, too"
+        return CUT_OFF
+
+
+def _answer(ask: Callable[[], Value], otherwise: Value, seconds: float = 3.0) -> Value:
+    """Ask the store, but not for ever: an answer from the other side of a network that is cut never comes."""
+    answers: list[Value] = []
+    asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return answers[0] if answers else otherwise
 
 
 def end_with_parent(agent: bool = False) -> None:
