@@ -11,7 +11,8 @@ follow from --seed:
 * agent: SIGKILL of an agent; its worker must end by itself, or two of a kind would meet;
 * node: SIGKILL of an agent and its worker at once; every other one is the host of the rendezvous.
 
-Processes are forked from one that has imported torch (`tests/warm.py`), so kills come faster than imports would allow.
+Processes are forked from one that has imported torch (`tests/warm.py`), and the model has a few layers only, so that
+kills can come faster than imports would allow.
 """
 
 import sys
@@ -59,17 +60,17 @@ from datetime import UTC, datetime
 from benchmarks.machine import describe_machine, describe_software
 from tests.conftest import Programs
 from tests.make_data import draw_folder
-from tests.runs import losses, newest_step, result
+from tests.runs import losses, newest_step, result, tiny_imagenet
 
-TRAIN = ("-m", "examples.imagenet_ddp.train", "-a", "resnet18", "-b", 12, "--image-size", 32, "--lr", 0.05)
+TRAIN = ("-m", "examples.imagenet_ddp.train", "-b", 12, "--image-size", 32, "--lr", 0.05)
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 
 
 class Nodes:
     """Two agents, started again whenever they end without success."""
 
-    def __init__(self, programs: Programs, port: int, flags: tuple[object, ...], out: Path) -> None:
-        self.programs, self.port, self.flags, self.out = programs, port, flags, out
+    def __init__(self, programs: Programs, port: int, flags: tuple[object, ...], out: Path, code: Path) -> None:
+        self.programs, self.port, self.flags, self.out, self.code = programs, port, flags, out, code
         self.agents: list[subprocess.Popen[str] | None] = [None, None]
         self.starts = 0
 
@@ -82,6 +83,7 @@ class Nodes:
                     "--monitor-interval", 0.1, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}",
                     "--rdzv-id", "soak", "--rdzv-conf", f"{RENDEZVOUS},is_host={int(number == 0)}",
                     "--local-addr", "127.0.0.1", *self.flags, log=self.out / f"node-{number}.log",
+                    cwd=self.code, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 )  # fmt: skip
                 self.starts += 1
         return all(agent is not None and agent.poll() == 0 for agent in self.agents)
@@ -124,8 +126,9 @@ def shared_memory() -> set[Path]:
 def soak(args: Args, programs: Programs, folder: Path) -> dict[str, object]:
     """Train and kill until the time is over, and the last training is done."""
     draw_folder(folder / "images", train=101, val=23, size=40)
+    code = tiny_imagenet(folder / "code")
     train = (*TRAIN, "--epochs", args.epochs, "--checkpoint-every", 3, folder / "images")
-    programs.run(*train, "--nproc", 2, "--out", folder / "undisturbed", limit=600)
+    programs.run(*train, "--nproc", 2, "--out", folder / "undisturbed", cwd=code, limit=600)
     expected = result(folder / "undisturbed")["parameter_hash"], losses(folder / "undisturbed")
     memory = shared_memory()
     chance, kills, runs, starts = random.Random(args.seed), Counter[str](), 0, 0  # noqa: S311 - no secret
@@ -133,7 +136,7 @@ def soak(args: Args, programs: Programs, folder: Path) -> dict[str, object]:
     while time.monotonic() < end:
         out = folder / f"run-{runs}"
         out.mkdir()
-        nodes = Nodes(programs, free_port(), (*train, "--resume", "auto", "--out", out), out)
+        nodes = Nodes(programs, free_port(), (*train, "--resume", "auto", "--out", out), out, code)
         due = time.monotonic() + chance.uniform(0, 2 * args.pause)
         shown = 0.0
         while not nodes.tend():
