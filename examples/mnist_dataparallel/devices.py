@@ -35,6 +35,7 @@ def read(text: str, flags: Launch) -> tuple[str, ...]:
         "--no-accel": flags.no_accel and kinds != {"cpu"},
         f"--device {flags.device}": flags.device not in ("auto", *kinds),
         f"--gpu {flags.gpu}": flags.gpu is not None,
+        "--dist-backend nccl": flags.dist_backend == "nccl" and kinds == {"cpu"},
     }
     for flag in (name for name, contradicts in against.items() if contradicts):
         raise UserError(f"--devices {text} contradicts {flag}: leave one out")
