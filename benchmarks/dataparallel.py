@@ -40,9 +40,9 @@ from common.launcher import Launch, Place
 class Args:
     """The flags of this program."""
 
-    batches: tuple[int, ...] = (8, 32, 128, 512, 2048, 4096)
+    batches: tuple[int, ...] = (8, 32, 128, 512, 2048)
     """Global batch sizes."""
-    rounds: int = 9
+    rounds: int = 7
     """Measurements of each way at each size."""
     replicas: int = 2
     """Replicas and processes on a CPU; with GPUs it is their number."""
@@ -137,7 +137,7 @@ def make_ways(world: World, batch: int, devices: list[torch.device]) -> dict[str
 def measure(world: World, batch: int, ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
     """Seconds per step of each way in each round: those of the slowest process. One round before is not counted."""
     found: dict[str, list[float]] = {name: [] for name in ways}
-    repeats = max(2, min(50, 2048 // batch))
+    repeats = max(2, min(20, 512 // batch))
     for number in range(rounds + 1):
         for name, (step, everybody, threads) in ways.items():
             torch.set_num_threads(threads)

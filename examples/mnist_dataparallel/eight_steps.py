@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.precision import Numerics
@@ -88,6 +89,16 @@ def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
                 gradient = each.grad.to(parameter.device, non_blocking=True)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
                 each.grad = None
+
+
+def average_over_processes(model: nn.Module) -> None:
+    """Average the gradients, which are sums over this process's replicas, over all processes: one message."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])  # [all parameters], on the first device
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(mean.view_as(gradient))
 
 
 class EightSteps:

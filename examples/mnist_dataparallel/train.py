@@ -79,7 +79,6 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn import CrossEntropyLoss
 from torch.optim import SGD, lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler
@@ -92,7 +91,7 @@ from common.models import DigitNet
 from common.proof import prove_replicas_agree, prove_seen_once
 from common.report import Report
 from common.seed import seed_everything
-from examples.mnist_dataparallel.eight_steps import Net
+from examples.mnist_dataparallel.eight_steps import Net, average_over_processes
 from examples.mnist_dataparallel.engines import engine
 from examples.mnist_dataparallel.explain import Explanation
 
@@ -107,16 +106,6 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
             world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
         )
         train(args, world, devices)
-
-
-def average_over_processes(model: nn.Module) -> None:
-    """Average the gradients, which are sums over this process's replicas, over all processes: one message."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])  # [all parameters], on the first device
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
 
 
 def train(args: Args, world: World, devices: list[torch.device]) -> None:
