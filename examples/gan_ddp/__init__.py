@@ -1,0 +1,1 @@
+"""A GAN under DDP: one forward and one backward per network and iteration."""

@@ -1,0 +1,1 @@
+"""nn.DataParallel and its eight steps by hand: one process, several devices."""

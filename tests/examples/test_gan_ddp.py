@@ -1,0 +1,193 @@
+"""gan_ddp against a plain loop that breaks the rule, where breaking it does no harm, and against what it forbids."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from common.data import ImageData, digits, idx_folder
+from examples.gan_ddp.networks import Discriminator, Generator, frechet_distance, noise, scaled
+from tests.conftest import Programs
+from tests.make_data import write_idx
+from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, result
+
+TRAIN = ("-m", "examples.gan_ddp.train")
+TORCHRUN = ("-m", "torch.distributed.run")
+SMALL = ("--epochs", 3, "--batch-size", 24, "--precision", "fp32")
+Networks = tuple[dict[str, Tensor], list[float], float]
+
+
+def plain_loop(data: ImageData) -> Networks:
+    """The same training without distributed code, and with two forwards of the discriminator per iteration."""
+    torch.manual_seed(0)
+    generator, discriminator = Generator(data.size, 32), Discriminator(data.size)
+    optimizers = [
+        torch.optim.Adam(network.parameters(), 1e-3, betas=(0.5, 0.99)) for network in (generator, discriminator)
+    ]
+    found = []
+    for epoch in range(3):
+        order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(epoch))
+        for chosen in order.split(24):
+            reals = scaled(data.train.pixels[chosen])
+            fakes = generator(noise(len(chosen), 32, 0, len(found)))
+            loss = F.softplus(-discriminator(reals)).mean() + F.softplus(discriminator(fakes.detach())).mean()
+            discriminator.zero_grad()
+            loss.backward()
+            optimizers[1].step()
+            generator.zero_grad()
+            F.softplus(-discriminator(fakes)).mean().backward()
+            optimizers[0].step()
+            found.append(loss.item())
+    with torch.no_grad():
+        made = generator(noise(1000, 32, 0, 0, 0))
+    parts = {"generator": generator, "discriminator": discriminator}
+    state = {f"{part}.{name}": value for part, network in parts.items() for name, value in network.state_dict().items()}
+    return state, found, frechet_distance(made, scaled(data.test.pixels))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """193 samples: the last batch of each epoch has one, so that all ranks but the first have none."""
+    folder = tmp_path_factory.mktemp("small")
+    write_idx(folder, train=193, test=101, size=12, classes=10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(small: Path) -> Networks:
+    return plain_loop(idx_folder(small))
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+def test_ranks_equal_a_plain_loop(
+    programs: Programs, tmp_path: Path, small: Path, reference: Networks, nproc: int
+) -> None:
+    programs.run(*TRAIN, "--nproc", nproc, "--dataset", small, *SMALL, "--out", tmp_path)
+    state, expected, distance = reference
+    torch.testing.assert_close(losses(tmp_path), expected, rtol=1e-4, atol=0)
+    assert result(tmp_path)["metrics"]["frechet_distance"] == pytest.approx(distance, rel=1e-3)
+    found = torch.load(max((tmp_path / "checkpoints").glob("step-*.pt")), weights_only=True)["model"]
+    torch.testing.assert_close(found, state, rtol=1e-3, atol=1e-4)
+
+
+# -------------------------------------------------------------------------------------------------------- the rule
+
+
+def test_two_backwards_let_the_ranks_drift_apart(programs: Programs, tmp_path: Path, small: Path) -> None:
+    """The second backward's gradients are not averaged; DDP says nothing, the check at the end of the epoch does."""
+    run = (*TRAIN, "--dataset", small, *SMALL, "--break-the-rule", "two-backwards", "--out", tmp_path)
+    done = programs.run(*run, "--nproc", 2, code=1)
+    assert "ProofError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
+    assert not (tmp_path / "result.json").exists()
+    programs.run(*run)  # with one process nothing is wrong: that is why it is found late
+
+
+@pytest.mark.parametrize("way", ["two-forwards", "two-passes"])
+def test_ways_that_are_right_without_buffers(
+    programs: Programs, tmp_path: Path, small: Path, reference: Networks, way: str
+) -> None:
+    run = (*TRAIN, "--dataset", small, *SMALL, "--break-the-rule", way, "--out", tmp_path)
+    programs.run(*run, "--nproc", 2)
+    torch.testing.assert_close(losses(tmp_path), reference[1], rtol=1e-4, atol=0)
+
+
+def test_mutation_noise_of_a_rank(programs: Programs, tmp_path: Path, small: Path, reference: Networks) -> None:
+    broken = mutated(tmp_path / "broken", ("examples/gan_ddp/train.py", "[world.rank :: world.size]", "[:mine]"))
+    run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
+    programs.run(*run, cwd=broken)
+    found = losses(tmp_path / "out")
+    assert max(abs(a - b) / b for a, b in zip(found, reference[1], strict=True)) > 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------- the contract
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A run of 60 epochs with two processes that nobody disturbs."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    shared_programs.run(*TRAIN, "--nproc", 2, "--out", out)
+    return result(out) | {"losses": losses(out), "out": out}
+
+
+def test_the_contract(undisturbed: Result) -> None:
+    expected = {
+        "example": "gan_ddp", "world_size": 2, "device": "cpu", "dataset": "digits", "train_samples": 1436,
+        "epochs": 60, "steps": 720, "global_batch": 120,
+    }  # fmt: skip
+    assert {name: undisturbed[name] for name in expected} == expected
+    out = undisturbed["out"]
+    generator = Generator(8, 32)
+    generator.load_state_dict(load_file(out / "best.safetensors"))
+    with torch.no_grad():
+        made = generator(noise(1000, 32, 0, 0, 0))
+    data = digits()
+    real = scaled(data.test.pixels)
+    distance = frechet_distance(made, real)
+    assert undisturbed["metrics"]["best_frechet_distance"] == pytest.approx(distance, rel=1e-3)
+    # What the training has learnt: far nearer to real images than noise is, or the mean image, or the start.
+    untrained = Generator(8, 32)
+    with torch.no_grad():
+        assert distance < 0.25 * frechet_distance(untrained(noise(1000, 32, 1)), real)
+    assert distance < 0.25 * frechet_distance(real.mean(0, keepdim=True).expand_as(real), real)
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with Image.open(out / "samples.png") as picture:
+        assert picture.size == (4 * 100, 4 * 100)  # 10 x 10 images of 8 x 8 with a border of 1
+        assert len(set(picture.tobytes())) > 50
+    assert undisturbed["final_loss"] == undisturbed["losses"][-1]
+
+
+def test_frechet_distance() -> None:
+    real = scaled(digits().test.pixels)
+    assert frechet_distance(real, real) == pytest.approx(0, abs=1e-6)
+    assert frechet_distance(real, real + 0.5) == pytest.approx(64 * 0.25, rel=1e-5)
+
+
+def test_torchrun_trains_the_same(programs: Programs, tmp_path: Path, undisturbed: Result) -> None:
+    programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, *TRAIN, "--out", tmp_path)
+    assert result(tmp_path)["parameter_hash"] == undisturbed["parameter_hash"]
+
+
+def test_killed_and_resumed_is_bit_identical(
+    programs: Programs, tmp_path: Path, undisturbed: Result, eventually: Eventually
+) -> None:
+    flags = (*TRAIN, "--nproc", 2, "--checkpoint-every", 7, "--out", tmp_path, "--resume", "auto")
+    process = programs.start(*flags)
+    eventually(lambda: newest_step(tmp_path) >= 100, 100, "step 100")
+    programs.kill()
+    process.communicate()
+    process = programs.start(*flags)
+    eventually(lambda: newest_step(tmp_path) >= 300, 100, "step 300")
+    process.send_signal(signal.SIGTERM)
+    done = programs.finish(process, 143)
+    assert re.fullmatch(
+        r"stopped by SIGTERM: checkpoint at step \d+; go on with --resume auto\n", done.stderr.replace(NO_GPU, "")
+    )
+    assert programs.gone(within=2)
+    programs.run(*flags)
+    assert result(tmp_path)["parameter_hash"] == undisturbed["parameter_hash"]
+    assert losses(tmp_path) == undisturbed["losses"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--nproc", 2, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 ranks; use 8"),
+        (["--latent", 0], "--latent 0: give at least 1"),
+        (["--break-the-rule", "yes"], "invalid choice|--break-the-rule"),
+        (["--dataset", "ODD"], "images of 10x10 pixels: this generator makes sizes that 4 divides"),
+        (["--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[object], words: str) -> None:
+    write_idx(tmp_path / "odd", train=20, test=10, size=10, classes=10)
+    flags = [tmp_path / "odd" if flag == "ODD" else flag for flag in flags]
+    out = [] if "--out" in flags else ["--out", tmp_path / "out"]
+    done = programs.run(*TRAIN, *flags, *out, code=2)
+    assert re.fullmatch(rf"error: .*({words}).*\n", done.stderr.replace(NO_GPU, "")), done.stderr
