@@ -75,9 +75,17 @@ class Nodes:
         self.starts = 0
 
     def tend(self) -> bool:
-        """Start what has to be started; whether both have ended with success."""
+        """Start what has to be started; whether the training is done, and both have ended."""
+        done = (self.out / "result.json").exists()
+        if done:  # a node that is killed now has nothing to go on with
+            for agent in self.agents:
+                with suppress(subprocess.TimeoutExpired):
+                    assert agent is not None
+                    agent.wait(20)
+            self.programs.kill()
+            return True
         for number, agent in enumerate(self.agents):
-            if agent is None or agent.poll() not in (None, 0):
+            if agent is None or agent.poll() is not None:
                 self.agents[number] = self.programs.start(
                     "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1, "--max-restarts", 1000,
                     "--monitor-interval", 0.1, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}",
@@ -86,7 +94,7 @@ class Nodes:
                     cwd=self.code, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
                 )  # fmt: skip
                 self.starts += 1
-        return all(agent is not None and agent.poll() == 0 for agent in self.agents)
+        return False
 
     def kill(self, kind: str, number: int) -> None:
         """Kill a node's worker, its agent, or both."""

@@ -11,7 +11,6 @@ For W processes and a tensor of S bytes:
 A rank's number tells it whom to send to and what: nobody conducts. The sums are equal on all ranks to the last bit.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -23,7 +22,8 @@ from torch import Tensor
 from common.distributed import World
 
 PIECE = 1 << 22  # bytes: while one piece is added, the next is under way; a smaller one costs more than it hides
-AHEAD = 2  # pieces under way at once
+AHEAD = 2  # pieces that are sent before the first of them has to be there
+EARLY = 3  # receives that wait before the sender comes to it, or gloo would ask for each message first
 
 
 @dataclass
@@ -65,12 +65,19 @@ class Circle:
         return dist.batch_isend_irecv(calls) if calls else []
 
 
+def wait(works: list[dist.Work]) -> None:
+    """Wait until messages have come, or may be overwritten; once only: gloo would wait for another one."""
+    for work in works:
+        work.wait()
+
+
 def ring(tensor: Tensor, circle: Circle) -> None:
     """Sum a tensor over the processes by a ring; each talks to its two neighbours only.
 
     The tensor is cut into W chunks. Reduce-scatter, W - 1 steps: each process sends a chunk to its right, and adds
     the one that comes from its left to its own; then process r holds the whole sum of chunk r + 1. All-gather, W - 1
-    steps: the sums go round. Chunks travel in pieces of about 4 MiB, so that one is added while others are under way.
+    steps: the sums go round. Chunks travel in pieces of about 4 MiB, so that one is added while others are under way;
+    with gloo, receives wait for them.
 
     Source: Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations
     (https://doi.org/10.1016/j.jpdc.2008.09.002).
@@ -86,27 +93,46 @@ def ring(tensor: Tensor, circle: Circle) -> None:
     chunks = tensor.tensor_split(size)  # views whose lengths differ by at most 1; the first is the longest
     pieces = max(1, ceil(chunks[0].nbytes / PIECE))
     grid = [chunk.tensor_split(pieces) for chunk in chunks]
+    half = (size - 1) * pieces  # messages of the reduce-scatter; as many follow in the all-gather
+    staged = pieces == 1  # small: receive everything into scratch, since a copy costs less than a late receive
     ahead = min(AHEAD, pieces)
-    scratch = [torch.empty_like(grid[0][0]) for _ in range(ahead)]  # what has come and is not yet added
+    early = 0 if tensor.is_cuda else 2 * half if staged else max(0, min(EARLY, half - 1))
+    scratch = [torch.empty_like(grid[0][0]) for _ in range(min(2 * half, ahead + early))]
     right, left = (me + 1) % size, (me - 1) % size
-    messages = 2 * (size - 1) * pieces
     sent = circle.bytes
-    under_way: deque[tuple[list[dist.Work], Tensor, Tensor]] = deque()
-    for message in range(messages + ahead):
-        if message >= ahead and under_way:
-            works, mine, received = under_way.popleft()
-            for work in works:
-                work.wait()
-            if received is not mine:
+    arriving: dict[int, list[dist.Work]] = {}
+    leaving: dict[int, list[dist.Work]] = {}
+
+    def place(message: int) -> tuple[Tensor, Tensor]:
+        """The piece that a message is for, and the memory that it is received into."""
+        step, piece = divmod(message, pieces)
+        mine = grid[(me - step - 1) % size][piece]
+        return mine, scratch[message % len(scratch)][: len(mine)] if message < half or staged else mine
+
+    for message in range(-early, 2 * half + ahead):
+        if 0 <= message - ahead < 2 * half:
+            wait(arriving.pop(message - ahead))
+            mine, received = place(message - ahead)
+            if message - ahead < half:
                 mine.add_(received)
-        if message < messages:
+            elif received is not mine:
+                mine.copy_(received)
+        coming, receive, send = message + early, None, None
+        if coming < 2 * half:
+            if coming >= half and not staged:
+                wait(leaving.pop(coming - half))  # what was in this place has been sent
+            receive = place(coming)[1], left
+        if 0 <= message < 2 * half:
             # Piece p of step s + 1 is what was received and added as piece p of step s, `pieces` messages ago: since
             # `ahead` is not more, that is done.
             step, piece = divmod(message, pieces)
-            mine = grid[(me - step - 1) % size][piece]
-            received = scratch[message % ahead][: len(mine)] if step < size - 1 else mine
-            works = circle.post((grid[(me - step) % size][piece], right), (received, left))
-            under_way.append((works, mine, received))
+            send = grid[(me - step) % size][piece], right
+        if tensor.is_cuda:
+            arriving[coming], leaving[message] = circle.post(send, receive), []
+        else:
+            arriving[coming], leaving[message] = circle.post(receive=receive), circle.post(send)
+    for works in leaving.values():
+        wait(works)
     skipped = chunks[(me + 1) % size].nbytes + chunks[(me + 2) % size].nbytes  # one in each half
     assert circle.bytes - sent == (2 * tensor.nbytes - skipped if size > 1 else 0)
 
@@ -132,8 +158,7 @@ def recursive_doubling(tensor: Tensor, circle: Circle) -> None:
     received = torch.empty_like(tensor)
 
     def exchange(partner: int, send: bool = True, into: Tensor | None = None) -> None:
-        for work in circle.post((tensor, partner) if send else None, None if into is None else (into, partner)):
-            work.wait()
+        wait(circle.post((tensor, partner) if send else None, None if into is None else (into, partner)))
         if into is received:
             tensor.add_(received)
 
