@@ -295,7 +295,7 @@ def draw(path: Path, found: Mapping[str, Any], title: str) -> None:
         right.bar(batches, shares, bottom=ends, color=colour, label=label)
         ends = [end + share for end, share in zip(ends, shares, strict=True)]
     right.set(xlabel="global batch, images", ylabel="% of an iteration", ylim=(0, 100))
-    right.legend(fontsize=8, loc="lower right")
+    right.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
     right.set_title("the eight steps by hand", fontsize=10)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
