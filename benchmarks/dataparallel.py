@@ -334,6 +334,7 @@ def main(args: Args, place: Place) -> int:
     with suppress(KeyError):
         print(json.dumps(result["loads"], indent=1))
     where = f"{machine['gpus'][0]} x {count}" if gpus > 1 else f"{machine['cpu']}, {count} cores as devices"
+    where += f", load before {result['load_before']:.1f}"
     draw(args.chart, result, f"A training step of DigitNet (28x28), median of {args.rounds}, {where}")
     for batch, found in result["batches"].items():
         line = ", ".join(f"{name} {value:.2f}" for name, value in found["times_one_device"].items() if name != ONE)
