@@ -295,7 +295,7 @@ def draw(path: Path, found: Mapping[str, Any], title: str) -> None:
         right.bar(batches, shares, bottom=ends, color=colour, label=label)
         ends = [end + share for end, share in zip(ends, shares, strict=True)]
     right.set(xlabel="global batch, images", ylabel="% of an iteration", ylim=(0, 100))
-    right.legend(fontsize=8, loc="lower right")
+    right.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
     right.set_title("the eight steps by hand", fontsize=10)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
@@ -334,6 +334,7 @@ def main(args: Args, place: Place) -> int:
     with suppress(KeyError):
         print(json.dumps(result["loads"], indent=1))
     where = f"{machine['gpus'][0]} x {count}" if gpus > 1 else f"{machine['cpu']}, {count} cores as devices"
+    where += f", load before {result['load_before']:.1f}"
     draw(args.chart, result, f"A training step of DigitNet (28x28), median of {args.rounds}, {where}")
     for batch, found in result["batches"].items():
         line = ", ".join(f"{name} {value:.2f}" for name, value in found["times_one_device"].items() if name != ONE)

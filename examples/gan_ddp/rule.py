@@ -36,7 +36,7 @@ def discriminator_backward(way: Way, wrapped: nn.Module, reals: Tensor, fakes: T
         `scale` times the sum of the losses, without gradient.
     """
     if way == "no":
-        real, fake = wrapped(torch.cat([reals, fakes])).float().split(len(reals))
+        real, fake = wrapped(torch.cat([reals, fakes])).float().split([len(reals), len(fakes)])
         loss = losses(real, fake) * scale
         loss.backward()
         return loss.detach()
