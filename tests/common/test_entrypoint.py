@@ -13,7 +13,7 @@ import pytest
 from common import entrypoint
 from common.errors import NOTES, RETRY, note
 from tests.conftest import ROOT, Programs
-from tests.runs import Eventually, mutated, newest_step, result
+from tests.runs import Eventually, mutated, newest_step
 
 ENTRY = ("-m", "common.entrypoint")
 PYTHON = sys.executable
@@ -212,35 +212,6 @@ def test_torchrun_with_the_codes_of_its_workers(
     programs.finish(process, code=137)
     assert programs.gone(within=0.5)
     assert newest_step(tmp_path) > stopped
-
-    done = programs.run(*job, "--epochs", "2", code=2, cold=True)
-    assert "epochs" in done.stderr  # another run's checkpoint: a mistake, found by the workers
-
-
-def test_two_nodes_of_which_one_is_killed(
-    programs: Programs, tmp_path: Path, free_port: int, eventually: Eventually
-) -> None:
-    """The survivor says that the cause was elsewhere; started again, both end with the bits of an undisturbed run."""
-
-    def node(rank: int, out: Path, port: int) -> subprocess.Popen[str]:
-        pet = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 1, "PET_NODE_RANK": rank, "PET_MASTER_PORT": port}
-        env = {name: str(value) for name, value in pet.items()} | {"PET_MASTER_ADDR": "127.0.0.1"}
-        command = (PYTHON, "-m", "torch.distributed.run", *SMALL, "--out", str(out), "--checkpoint-every", "3")
-        return programs.start(*ENTRY, "--", *command, env=env, cold=True)
-
-    for process in [node(rank, tmp_path / "undisturbed", free_port) for rank in (0, 1)]:
-        programs.finish(process)
-    pair = [node(rank, tmp_path / "killed", free_port) for rank in (0, 1)]
-    eventually(lambda: newest_step(tmp_path / "killed") >= 20, 60, "a checkpoint")
-    for child in children(pair[1].pid):
-        for worker in children(child.pid):
-            os.kill(worker.pid, signal.SIGKILL)
-    programs.finish(pair[1], code=1)
-    assert "lost another process" in programs.finish(pair[0], code=RETRY).stderr
-    for process in [node(rank, tmp_path / "killed", free_port) for rank in (0, 1)]:
-        programs.finish(process)
-    hashes = {result(tmp_path / name)["parameter_hash"] for name in ("undisturbed", "killed")}
-    assert len(hashes) == 1
 
 
 LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
