@@ -118,8 +118,9 @@ class Supervisor:
                 if code is None:
                     self._pause(min(1, self.stuck / 5, max(0.01, self.deadline - time.monotonic())))
             process.returncode = code  # we have waited for it ourselves
+            noted = self._noted()  # by those who ended before it: the others are told to stop now
             self._end_rest()
-            return self._meaning(code)
+            return self._meaning(code, noted)
         finally:
             signal.set_wakeup_fd(-1)
             for signum, handler in previous.items():
@@ -195,15 +196,14 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
-    def _meaning(self, code: int) -> int:
-        """The exit code of the container, from that of the command and from what the processes noted."""
+    def _meaning(self, code: int, noted: int | None) -> int:
+        """The exit code of the container, from that of the command and from what its processes noted."""
         if code == 0:
             return 0
         for_memory = oom_kills() - self.killed_for_memory
         if for_memory > 0:
             return _complain(f"the kernel ended {for_memory} process(es): the memory limit of the container was "
                              f"reached; give it more, or use a smaller batch", 137)  # fmt: skip
-        noted = self._noted()
         if noted is not None:
             return noted
         if self.asked:  # torchrun says 1
