@@ -80,7 +80,7 @@ class Containers:
         engine("run", "--detach", "--name", full, *hardened, *mounts, *flags, image, *words)
         return full
 
-    def finish(self, full: str, code: int | None = 0, limit: float = 180) -> str:
+    def finish(self, full: str, code: int | None = 0, limit: float = 400) -> str:
         """Wait for the end of a container, check its exit code, and return what it said."""
         got = int(engine("wait", full, limit=limit).stdout)
         done = engine("logs", full)
@@ -96,7 +96,7 @@ class Containers:
         code: int = 0,
         out: Path | None = None,
         flags: tuple[str, ...] = (),
-        limit: float = 180,
+        limit: float = 400,
     ) -> str:
         """Start a container and wait for its end."""
         return self.finish(self.start(name, image, *words, out=out, flags=flags), code, limit)
