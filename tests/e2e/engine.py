@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -47,9 +48,9 @@ def image(name: str) -> str:
 
 def engine(*words: object, code: int | None = 0, limit: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a command of the engine and check its exit code (None: any)."""
-    done = subprocess.run(
-        [program(), *map(str, words)], env=ENV, capture_output=True, text=True, timeout=limit, check=False
-    )
+    command = [program(), *map(str, words)]
+    with tempfile.TemporaryDirectory() as folder:  # podman's monitor leaves a file `oom` in its working directory
+        done = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=limit, check=False)
     assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
