@@ -44,7 +44,7 @@ images:
 e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
 e2e: setup
 	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base
-	@$(BIN)/python -m pytest tests/e2e
+	@$(BIN)/python -m pytest --timeout 600 --durations 0 tests/e2e
 
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup

@@ -118,8 +118,9 @@ class Supervisor:
                 if code is None:
                     self._pause(min(1, self.stuck / 5, max(0.01, self.deadline - time.monotonic())))
             process.returncode = code  # we have waited for it ourselves
+            noted = self._noted()  # by those who ended before it: the others are told to stop now
             self._end_rest()
-            return self._meaning(code)
+            return self._meaning(code, noted)
         finally:
             signal.set_wakeup_fd(-1)
             for signum, handler in previous.items():
@@ -176,9 +177,9 @@ class Supervisor:
         return False
 
     def _noted(self) -> int | None:
-        return first_note(Path(f"/proc/self/fd/{self.notes}").read_text())
+        return first_note(Path(f"/proc/self/fd/{self.notes}").read_text(), bool(self.asked))
 
-    def _end_rest(self, patience: float = 10) -> None:
+    def _end_rest(self, patience: float = 5) -> None:
         """End what the command has left behind, such as the workers of a torchrun that was killed."""
         for process in descendants():
             with contextlib.suppress(ProcessLookupError):
@@ -195,15 +196,14 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
 
-    def _meaning(self, code: int) -> int:
-        """The exit code of the container, from that of the command and from what the processes noted."""
+    def _meaning(self, code: int, noted: int | None) -> int:
+        """The exit code of the container, from that of the command and from what its processes noted."""
         if code == 0:
             return 0
         for_memory = oom_kills() - self.killed_for_memory
         if for_memory > 0:
             return _complain(f"the kernel ended {for_memory} process(es): the memory limit of the container was "
                              f"reached; give it more, or use a smaller batch", 137)  # fmt: skip
-        noted = self._noted()
         if noted is not None:
             return noted
         if self.asked:  # torchrun says 1
@@ -211,21 +211,24 @@ class Supervisor:
         return code if code > 0 else 128 - code
 
 
-def first_note(notes: str) -> int | None:
+def first_note(notes: str, asked: bool) -> int | None:
     """What the first process noted that ended in the last attempt of torchrun: the others followed from it.
 
     Args:
         notes: lines of attempt, exit code, and processes of the job on this machine.
+        asked: whether this machine was told to stop.
 
     Returns:
-        None where nothing is noted, and where processes ended because of another one, which was on this machine:
-        a process that is killed can leave no note.
+        None where nothing is noted, and where processes only followed another one of this machine: one that is
+        killed can leave no note, and torchrun then stops the others.
     """
     found = [tuple(map(int, line.split())) for line in notes.splitlines()]
     last = max((attempt for attempt, _, _ in found), default=0)
     codes = [code for attempt, code, _ in found if attempt == last]
     killed = any(attempt == last and processes > len(codes) for attempt, _, processes in found)
-    return None if not codes or (codes[0] == RETRY and killed) else codes[0]
+    if not codes or (killed and (codes[0] == RETRY or (codes[0] > 128 and not asked))):
+        return None
+    return codes[0]
 
 
 def become_reaper() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -47,9 +48,9 @@ def image(name: str) -> str:
 
 def engine(*words: object, code: int | None = 0, limit: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a command of the engine and check its exit code (None: any)."""
-    done = subprocess.run(
-        [program(), *map(str, words)], env=ENV, capture_output=True, text=True, timeout=limit, check=False
-    )
+    command = [program(), *map(str, words)]
+    with tempfile.TemporaryDirectory() as folder:  # podman's monitor leaves a file `oom` in its working directory
+        done = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=limit, check=False)
     assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -80,7 +81,7 @@ class Containers:
         engine("run", "--detach", "--name", full, *hardened, *mounts, *flags, image, *words)
         return full
 
-    def finish(self, full: str, code: int | None = 0, limit: float = 180) -> str:
+    def finish(self, full: str, code: int | None = 0, limit: float = 400) -> str:
         """Wait for the end of a container, check its exit code, and return what it said."""
         got = int(engine("wait", full, limit=limit).stdout)
         done = engine("logs", full)
@@ -96,7 +97,7 @@ class Containers:
         code: int = 0,
         out: Path | None = None,
         flags: tuple[str, ...] = (),
-        limit: float = 180,
+        limit: float = 400,
     ) -> str:
         """Start a container and wait for its end."""
         return self.finish(self.start(name, image, *words, out=out, flags=flags), code, limit)

@@ -42,7 +42,7 @@ def test_a_demo_runs_hardened_on_embedded_data(containers: Containers, out: Path
     done = result(out / "runs" / name)
     assert done["example"] == name
     assert done["world_size"] == 1
-    assert f"result runs/{name}/result.json" in said.splitlines()[-1]
+    assert f"result runs/{name}/result.json" in said
     assert "Traceback" not in said
     user = int(HARDENED[HARDENED.index("--user") + 1].split(":")[0])
     assert (out / "runs" / name / "result.json").stat().st_uid == user

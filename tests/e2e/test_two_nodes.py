@@ -82,7 +82,7 @@ def pods(
 def reference(name: str, out: Path, more: tuple[str, ...]) -> Result:
     """Two processes of the same program without containers."""
     command = [sys.executable, "-m", f"examples.{name}.train", "--nproc", "2", "--out", str(out), *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return result(out)
 
@@ -171,7 +171,7 @@ def test_the_compose_file_trains_on_two_nodes(containers: Containers) -> None:
     compose = [*provider, "--project-name", project, "--file", str(ROOT / "docker" / "compose.yaml")]
     try:
         done = subprocess.run(
-            [*compose, "up"], env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=230, check=False
+            [*compose, "up"], env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
         )
         said = done.stdout + done.stderr
         assert "world size 2" in said, said
