@@ -32,7 +32,7 @@ LIBRARIES = (
     "torchvision", "sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_agg", "pandas",
     "safetensors.torch", "tqdm", "tyro", "xxhash", "PIL.Image",
 )  # fmt: skip
-READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHON", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
+READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
 Request = tuple[list[str], dict[str, str], str, list[int]]
@@ -137,7 +137,7 @@ def become(request: Request) -> NoReturn:
     os.environ.clear()
     os.environ.update(env)
     prctl(SET_NAME, f"{name_of(env.get(MARK, ''))}:{env.get('RANK', '')}".encode())
-    sys.path[0] = cwd
+    sys.path[:1] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = ["-m", *words[1:]]
     importlib.invalidate_caches()
     util.spawnv_passfds = spawnv_passfds  # ty: ignore[invalid-assignment]
