@@ -18,7 +18,7 @@ from tests.runs import Result, newest_step, result
 # Shorter than the whole demo, and with checkpoints to be killed between.
 SHORT = {
     "imagenet_ddp": ("--epochs", "3", "--checkpoint-every", "2"),
-    "manual_allreduce_sgd": ("--epochs", "60", "--checkpoint-every", "2"),
+    "manual_allreduce_sgd": ("--epochs", "30", "--checkpoint-every", "2"),
 }
 LISTENING = (  # local ports of sockets in state LISTEN, version 4 and 6
     "import json; rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]];"
