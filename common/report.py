@@ -324,10 +324,10 @@ class Report:
             "nodes": world.nodes,
             "device": world.device.type,
             "backend": world.backend,
+            "samples_per_second": round(self._samples / self.seconds["train"], 1) if self._samples else None,
             **values,
             **({"skipped_images": len(self._skipped)} if self._skipped else {}),
             "final_loss": next((v["loss/train"] for _, v in reversed(self._scalars) if "loss/train" in v), None),
-            "samples_per_second": round(self._samples / self.seconds["train"], 1) if self._samples else None,
             "seconds": {name: round(value, 3) for name, value in {"total": total, **self.seconds}.items()},
             "versions": {
                 name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "scikit-learn")
