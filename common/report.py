@@ -44,6 +44,7 @@ class Report:
         example: the example's name.
         out: the folder for everything that the run writes.
         world: this process's world; on other ranks than the main one nothing is shown or written.
+        unit: what the samples are, for lines about speed.
 
     Raises:
         UserError: the folder cannot be written.
@@ -52,6 +53,7 @@ class Report:
     example: str
     out: Path
     world: World
+    unit: str = "images"
 
     def __post_init__(self) -> None:
         self._scalars: list[Point] = []  # all of the run, for the curves
@@ -168,7 +170,7 @@ class Report:
         losses = self.gather_losses()
         if losses:
             self.log(
-                f"{label}: loss {sum(losses) / len(losses):.4f}, {samples / seconds:.1f} images/s, "
+                f"{label}: loss {sum(losses) / len(losses):.4f}, {samples / seconds:.1f} {self.unit}/s, "
                 f"waited for input {waited / seconds:.0%} of the time"
             )
 

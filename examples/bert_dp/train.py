@@ -82,7 +82,7 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
         dist.init_process_group(
             world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
         )
-        with Report("bert_dp", args.out, world) as report:
+        with Report("bert_dp", args.out, world, "reviews") as report:
             train(args, world, report)
 
 
@@ -108,13 +108,17 @@ def train(args: Args, world: World, report: Report) -> None:
     model = numerics.prepare(Classifier(data.bert, numerics))
     devices = local_devices(world)
     parallel = data_parallel(model, devices)
-    report.log(
-        f"DataParallel over {', '.join(f'cuda:{number}' for number in devices) or 'one device, the CPU: the model as it is'}"
-    )
+    used = [f"cuda:{number}" for number in devices]
+    report.log(f"DataParallel over {', '.join(used) or 'one device, the CPU: the model as it is'}")
     sampler = LengthSampler(data.train.lengths, args.batch_size, world, args.seed)
-    loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=tuple, pin_memory=world.device.type == "cuda")
-    shard = Shard(len(data.validation), world.rank, world.size)
-    validation = DataLoader(data.validation, 64 * max(1, len(devices)), sampler=shard, collate_fn=tuple)  # not shuffled
+    # Generators of their own: a loader draws from the global one whenever it starts, and resuming would not be exact.
+    pinned = world.device.type == "cuda"
+    loader = DataLoader(
+        data.train, batch_sampler=sampler, collate_fn=tuple, pin_memory=pinned, generator=torch.Generator()
+    )
+    shard = Shard(len(data.validation), world.rank, world.size)  # not shuffled
+    size = 64 * max(1, len(devices))
+    validation = DataLoader(data.validation, size, sampler=shard, collate_fn=tuple, generator=torch.Generator())
 
     steps = epochs * len(loader)
     optimizer = AdamW(

@@ -74,7 +74,7 @@ from common.precision import Numerics
 from common.proof import prove_replicas_agree
 from common.report import Report
 from common.seed import seed_everything
-from examples.bert_dp.classifier import local_devices, save
+from examples.bert_dp.classifier import save
 from examples.bert_dp.data import load_data
 from examples.bert_dp.trainer_checkpoints import choose
 from examples.bert_dp.trainer_parts import Telling, compute_metrics, dataset, evaluation, mean_loss
@@ -91,21 +91,16 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
             sizes = {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": place.local_size}
             os.environ |= {name: str(value) for name, value in (ranks | sizes).items()}
             os.environ |= {"MASTER_ADDR": place.host, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        with Report("bert_dp_trainer", args.out, world) as report:
+        with Report("bert_dp_trainer", args.out, world, "reviews") as report:
             train(args, world, report)
 
 
 def arguments(args: Args, world: World, numerics: Numerics, epochs: int) -> TrainingArguments:
     """What the Trainer is told; all else is its default."""
-    devices = max(1, len(local_devices(world)))
-    if args.batch_size % (world.size * devices):
-        raise UserError(
-            f"--batch-size {args.batch_size} (global) cannot be divided by {world.size} x {devices} devices"
-        )
-    return TrainingArguments(
+    told = TrainingArguments(
         output_dir=str(args.out / "checkpoints"),
         num_train_epochs=epochs,
-        per_device_train_batch_size=local_batch(args.batch_size, world) // devices,
+        per_device_train_batch_size=local_batch(args.batch_size, world),
         per_device_eval_batch_size=args.eval_batch_size,
         logging_steps=args.logging_steps,
         eval_strategy="epoch",
@@ -125,6 +120,12 @@ def arguments(args: Args, world: World, numerics: Numerics, epochs: int) -> Trai
         disable_tqdm=True,
         seed=args.seed,
     )
+    devices = max(1, told.n_gpu)  # of this process, as the Trainer has counted them
+    if told.per_device_train_batch_size % devices:
+        shares = f"{world.size} process(es) x {devices} devices"
+        raise UserError(f"--batch-size {args.batch_size} (global) cannot be divided by {shares}")
+    told.per_device_train_batch_size //= devices
+    return told
 
 
 def train(args: Args, world: World, report: Report) -> None:
