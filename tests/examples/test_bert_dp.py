@@ -216,7 +216,7 @@ def test_killed_stopped_and_resumed_is_bit_identical(
     programs: Programs, tmp_path: Path, eventually: Eventually
 ) -> None:
     """With dropout, so that the random states count, and three ranks."""
-    base = (*TRAIN, "--nproc", 3, "--epochs", 30, "-b", 24, "--hidden", 64, "--dropout", 0.1, *FP32)
+    base = (*TRAIN, "--nproc", 3, "--epochs", 12, "-b", 24, "--hidden", 64, "--dropout", 0.1, *FP32)
     programs.run(*base, "--out", tmp_path / "whole")
     flags = (*base, "--checkpoint-every", 5, "--out", tmp_path / "cut", "--resume", "auto")
     process = programs.start(*flags)
