@@ -44,6 +44,7 @@ class Report:
         example: the example's name.
         out: the folder for everything that the run writes.
         world: this process's world; on other ranks than the main one nothing is shown or written.
+        unit: what the samples are, for lines about speed.
 
     Raises:
         UserError: the folder cannot be written.
@@ -52,6 +53,7 @@ class Report:
     example: str
     out: Path
     world: World
+    unit: str = "images"
 
     def __post_init__(self) -> None:
         self._scalars: list[Point] = []  # all of the run, for the curves
@@ -170,7 +172,7 @@ class Report:
         losses = self.gather_losses()
         if losses:
             self.log(
-                f"{label}: loss {sum(losses) / len(losses):.4f}, {samples / seconds:.1f} images/s, "
+                f"{label}: loss {sum(losses) / len(losses):.4f}, {samples / seconds:.1f} {self.unit}/s, "
                 f"waited for input {waited / seconds:.0%} of the time"
             )
 
@@ -326,10 +328,10 @@ class Report:
             "nodes": world.nodes,
             "device": world.device.type,
             "backend": world.backend,
+            "samples_per_second": round(self._samples / self.seconds["train"], 1) if self._samples else None,
             **values,
             **({"skipped_images": len(self._skipped)} if self._skipped else {}),
             "final_loss": next((v["loss/train"] for _, v in reversed(self._scalars) if "loss/train" in v), None),
-            "samples_per_second": round(self._samples / self.seconds["train"], 1) if self._samples else None,
             "seconds": {name: round(value, 3) for name, value in {"total": total, **self.seconds}.items()},
             "versions": {
                 name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "scikit-learn")

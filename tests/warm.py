@@ -32,6 +32,7 @@ LIBRARIES = (
     "torchvision", "sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_agg", "pandas",
     "safetensors.torch", "tqdm", "tyro", "xxhash", "PIL.Image",
 )  # fmt: skip
+ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
@@ -90,7 +91,7 @@ def start() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_IMPORT)}
         Warm.process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), *ALSO],
             pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
             env=env | {"OPENBLAS_NUM_THREADS": "1"},  # NumPy's threads would be lost in the programs
         )  # fmt: skip
@@ -213,7 +214,7 @@ def warm_workers() -> None:
 if __name__ == "__main__":
     asked = socket.socket(fileno=int(sys.argv[1]))
     asked.set_inheritable(False)
-    for library in LIBRARIES:
+    for library in (*LIBRARIES, *sys.argv[2:]):
         importlib.import_module(library)
     assert threads() == 1, "forking would lose threads"
     gc.collect()

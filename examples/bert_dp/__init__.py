@@ -1,0 +1,1 @@
+"""Sentiment of Chinese hotel reviews with BERT: data parallelism written out, and by the Hugging Face Trainer."""

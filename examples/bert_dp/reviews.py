@@ -1,0 +1,148 @@
+"""Reviews from a csv file: read, cleaned, counted, split."""
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import UserError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+SHIPPED = Path(__file__).with_name("reviews.csv")
+ID2LABEL = {0: "差评", 1: "好评"}
+WORDS = {
+    0: ("0", "差评", "负面", "negative", "neg", "false"),
+    1: ("1", "好评", "正面", "positive", "pos", "true"),
+}
+MEANING = {word: label for label, words in WORDS.items() for word in words}
+FEWEST = 10  # reviews per class: a tenth of them is for validation
+
+
+@dataclass(frozen=True)
+class Reviews:
+    """Reviews that can be used, and what became of the others.
+
+    Attributes:
+        name: where they come from.
+        texts: the reviews, none twice.
+        labels: 0 (差评) or 1 (好评), one per review.
+        counts: rows by what was done with them, for the log and result.json.
+    """
+
+    name: str
+    texts: list[str]
+    labels: list[int]
+    counts: dict[str, int]
+
+    def __str__(self) -> str:
+        """One line with all counts."""
+        counted = ", ".join(f"{number:,} {what}" for what, number in self.counts.items() if number)
+        shares = Counter(self.labels)
+        return f"{self.name}: {counted}; {shares[1]:,} {ID2LABEL[1]}, {shares[0]:,} {ID2LABEL[0]}"
+
+    @property
+    def digest(self) -> str:
+        """Identifies the content."""
+        rows = "".join(f"{label}{text}\n" for label, text in zip(self.labels, self.texts, strict=True))
+        return hashlib.sha256(rows.encode()).hexdigest()[:16]
+
+
+def read_csv(path: Path, *needed: str) -> "DataFrame":
+    """Read a csv file as text, with or without a byte order mark, LF or CRLF, quoted or not.
+
+    Args:
+        path: UTF-8 with a header.
+        needed: columns that must be there; their names may differ in case and spaces.
+
+    Returns:
+        Its rows in their order; an empty field is missing, and nothing else is ("NA" is text).
+
+    Raises:
+        UserError: missing, empty, not UTF-8, not a table, or without the columns.
+    """
+    import pandas  # a second
+
+    try:
+        frame = pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""], encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except pandas.errors.EmptyDataError:
+        raise UserError(f"{path} is empty; expected a header with {' and '.join(needed)}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 ({error.reason} at byte {error.start:,}); "
+            f"convert it, for example with iconv -f GB18030 -t UTF-8"
+        ) from None
+    except pandas.errors.ParserError as error:
+        reason = str(error).removeprefix("Error tokenizing data. C error: ").strip()
+        raise UserError(
+            f"{path} is no table ({reason}): a review with a comma, quote or line break needs quotes"
+        ) from None
+    if not isinstance(frame.index, pandas.RangeIndex):
+        raise UserError(f"{path} has rows with more fields than the header: a review with a comma needs quotes")
+    frame.columns = [str(name).strip().lower() for name in frame.columns]
+    if missing := [name for name in needed if name not in frame.columns]:
+        raise UserError(f"{path} has no column {' and no '.join(missing)}; it has {', '.join(frame.columns)}")
+    return frame
+
+
+def read_reviews(path: Path | None) -> Reviews:
+    """Read labelled reviews.
+
+    Rows without a review or label are left out, and so are repeated reviews: one in training and in validation
+    would make the metrics too good. A review that comes with both labels is left out altogether.
+
+    Raises:
+        UserError: as `read_csv`; a label outside of the set; too few reviews of a class.
+    """
+    frame = read_csv(path or SHIPPED, "label", "review")[["label", "review"]]
+    rows = len(frame)
+    frame = frame.apply(lambda column: column.str.strip()).replace("", None)
+    no_review, no_label = frame["review"].isna(), frame["label"].isna()
+    frame = frame[~(no_review | no_label)]
+    words = frame["label"].str.lower().str.replace(r"^([01])\.0+$", r"\1", regex=True)
+    labels = words.map(MEANING)
+    if labels.isna().any():
+        row, unknown = labels.index[labels.isna()][0], int(labels.isna().sum())
+        raise UserError(
+            f"{path}, row {row + 1} below the header: the label {frame['label'][row]!r} is none of "
+            f"{', '.join(MEANING)} ({unknown} such row(s))"
+        )
+    frame = frame.assign(label=labels.astype(int))
+    once = frame.drop_duplicates()
+    clear = once.drop_duplicates("review", keep=False)
+    counts = {
+        "rows": rows,
+        "without a review left out": int(no_review.sum()),
+        "without a label left out": int((no_label & ~no_review).sum()),
+        "repeated left out": len(frame) - len(once),
+        "with both labels left out": len(once) - len(clear),
+    }
+    found = Counter(clear["label"])
+    for label, name in ID2LABEL.items():
+        if found[label] < FEWEST:
+            raise UserError(
+                f"{path} has {found[label]} usable review(s) with the label {label} ({name}) of {rows} row(s): "
+                f"both labels are needed, each at least {FEWEST} times"
+            )
+    name = path.stem if path else "shipped reviews"
+    return Reviews(name, clear["review"].tolist(), clear["label"].tolist(), counts)
+
+
+def split(reviews: Reviews, seed: int) -> tuple[list[int], list[int]]:
+    """Positions of nine tenths to train on and of one tenth to validate, seeded, with equal shares of the labels."""
+    from sklearn.model_selection import train_test_split
+
+    positions = range(len(reviews.texts))
+    train, validation = train_test_split(list(positions), test_size=0.1, stratify=reviews.labels, random_state=seed)
+    return train, validation
+
+
+def shorten(text: str, width: int = 30) -> str:
+    """The beginning of a text on one line."""
+    line = re.sub(r"\s+", " ", text)
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,0 +1,145 @@
+"""Text to numbers: the vocabulary, and reviews that are tokenised once and padded per batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+from transformers.models.bert.tokenization_bert import BertTokenizer
+
+from common.data import StepSampler
+from common.distributed import World
+from common.errors import UserError
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+PAD = 0  # the id of [PAD], in every vocabulary that is accepted here
+
+
+def vocabulary(texts: Sequence[str]) -> list[str]:
+    """A vocabulary of single characters, the most frequent first.
+
+    BERT splits Chinese into characters anyway; of Latin words, `##c` is what follows the first letter (WordPiece,
+    Devlin et al., 2018, https://arxiv.org/abs/1810.04805).
+    """
+    counts = Counter(character for text in texts for character in text.lower() if not character.isspace())
+    characters = sorted(counts, key=lambda character: (-counts[character], character))
+    return [*SPECIAL, *characters, *(f"##{c}" for c in characters if c.isascii() and c.isalnum())]
+
+
+def read_vocabulary(path: Path) -> list[str]:
+    """The tokens of a `vocab.txt`, one per line.
+
+    Raises:
+        UserError: it cannot be read, or lacks a special token.
+    """
+    try:
+        tokens = path.read_text(encoding="utf-8").split("\n")  # not splitlines: it splits at more than line ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--vocab {path} cannot be read ({error})") from None
+    tokens = [token.rstrip("\r") for token in (tokens[:-1] if tokens[-1] == "" else tokens)]
+    if missing := [token for token in SPECIAL if token not in tokens]:
+        raise UserError(f"--vocab {path} is no vocabulary of a BERT: it lacks {', '.join(missing)}")
+    if tokens[PAD] != "[PAD]" or len(set(tokens)) < len(tokens):
+        raise UserError(f"--vocab {path} is no vocabulary of a BERT: [PAD] must be first, and no token twice")
+    return tokens
+
+
+def make_tokenizer(tokens: Sequence[str], max_length: int) -> BertTokenizer:
+    """A tokenizer for a vocabulary; it lowers the case if the vocabulary has lower-case letters only."""
+    cased = any(token != token.lower() for token in tokens if not token.startswith(("[", "<")))
+    numbers = {token: number for number, token in enumerate(tokens)}
+    return BertTokenizer(vocab=numbers, do_lower_case=not cased, model_max_length=max_length)
+
+
+@dataclass(frozen=True)
+class Encoded(Dataset[Any]):
+    """Texts as token numbers in one tensor, so that a million of them are no million Python objects.
+
+    Attributes:
+        ids: the tokens of all texts one after the other, [T], int32.
+        starts: where each begins, and the end of the last, [N + 1].
+        labels: [N], int64.
+        cut: texts that were longer than allowed, and lost their ends.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    labels: Tensor
+    cut: int
+
+    def __len__(self) -> int:
+        """Number of texts."""
+        return len(self.labels)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each text, [N]."""
+        return self.starts.diff()
+
+    def __getitems__(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """A batch: ids padded to its longest text [B, L], labels [B], indices [B].
+
+        Args:
+            keys: indices, or pairs (epoch, index) as `data.StepSampler` gives them.
+        """
+        chosen = [key[1] if isinstance(key, tuple) else key for key in keys]
+        rows = [self.ids[self.starts[index] : self.starts[index + 1]] for index in chosen]
+        ids = pad_sequence(rows, batch_first=True, padding_value=PAD).long()  # dynamic padding: no row of PAD only
+        indices = torch.tensor(chosen, dtype=torch.long)
+        return ids, self.labels[indices], indices
+
+
+def encode(tokenizer: BertTokenizer, texts: Sequence[str], labels: Sequence[int], max_length: int) -> Encoded:
+    """Tokenise once: doing it in the collate function does the same work again in every epoch.
+
+    Args:
+        tokenizer: a text gets [CLS] before it and [SEP] behind it.
+        texts: N of them.
+        labels: one per text.
+        max_length: in tokens; a longer text keeps its beginning, and its [SEP].
+    """
+    rows = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"] if texts else []
+    cut = sum(len(row) > max_length for row in rows)
+    rows = [row if len(row) <= max_length else [*row[: max_length - 1], row[-1]] for row in rows]
+    lengths = torch.tensor([0, *(len(row) for row in rows)])
+    ids = torch.tensor([number for row in rows for number in row], dtype=torch.int32)
+    return Encoded(ids, lengths.cumsum(0), torch.tensor(labels, dtype=torch.long), cut)
+
+
+class LengthSampler(StepSampler):
+    """Batches of texts that are about as long as each other, so that little of a batch is padding.
+
+    The epoch's permutation is cut into windows; each is sorted by length and cut into batches, which are then shuffled.
+    A window is an eighth of the epoch, so which texts meet differs from epoch to epoch. The last, smaller batch of the
+    epoch is a random one.
+
+    Args:
+        lengths: tokens of each text, [N].
+        batch_size: texts in a global batch; sorted ones are dealt to the ranks, so their shares are as long, too.
+        world: this process's world.
+        seed: of the permutations.
+        most: the most batches in a window.
+    """
+
+    def __init__(self, lengths: Tensor, batch_size: int, world: World, seed: int, most: int = 50) -> None:
+        super().__init__(len(lengths), batch_size, world, seed)
+        self._lengths, self._most = lengths, most
+
+    def order(self) -> Tensor:
+        """The order of the epoch, [N], the same on all ranks."""
+        order, size = super().order(), self._batch_size
+        whole = len(order) // size
+        if whole == 0:
+            return order
+        window = size * max(1, min(self._most, whole // 8))
+        windows = order[: whole * size].split(window)
+        batches = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in windows]).view(whole, size)
+        generator = torch.Generator().manual_seed(int(order[0]))
+        return torch.cat([batches[torch.randperm(whole, generator=generator)].flatten(), order[whole * size :]])
