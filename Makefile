@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test constraints clean
+.PHONY: help setup demo test docs constraints clean
 
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
 	@echo "make test    set up and run all tests (tox)"
+	@echo "make docs    set up and build the documentation, in English and Chinese, into site"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
 
@@ -29,10 +30,17 @@ demo: setup
 test: setup
 	@$(BIN)/tox run-parallel --parallel 2 --parallel-no-spinner
 
+# Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: setup
+	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml
+	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.zh.yml
+	@echo "open site/index.html"
+
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup
 	$(BIN)/uv pip compile --quiet --universal --upgrade --no-emit-index-url --no-annotate --no-header \
 		--python-version 3.11 --group dev pyproject.toml --output-file constraints.txt
 
 clean:
-	rm -rf .venv .tox runs
+	rm -rf .venv .tox runs site
