@@ -17,12 +17,14 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 INCLUDE = re.compile(r"^<!-- include: (\S+?)#(.+?) -->$", re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^.*\]\(README(?:\.zh-CN)?\.md\).*\n", re.MULTILINE)  # the site's header links to it
+SLUG = slugify(case="lower")  # as in mkdocs.yml
 PICTURES = (".png", ".svg", ".jpg", ".gif")
 CLUSTER = r"Kubernetes|Docker|[Cc]ontainers?|容器"
 TITLES = {
@@ -97,13 +99,28 @@ def _hidden(code: re.Match[str]) -> str:
     return re.sub(r"[^\n]", "x", code[0])  # comments in code look like headings
 
 
-def rewritten(text: str, origin: str, page: str) -> tuple[str, set[str]]:
+def anchors(path: str) -> list[str]:
+    """The anchors of a page's headings, in their order."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub(_hidden, (ROOT / path).read_text()), re.MULTILINE)
+    return [f"#{SLUG(heading.replace('`', ''), '-')}" for heading in headings]
+
+
+def translated_anchor(anchor: str, target: str, language: str) -> str:
+    """A heading's anchor in the translation of a page: that of the heading at the same place."""
+    translated = in_language(target, language)
+    if not anchor or translated == target:
+        return anchor
+    return dict(zip(anchors(target), anchors(translated), strict=True)).get(anchor, anchor)
+
+
+def rewritten(text: str, origin: str, page: str, language: str) -> tuple[str, set[str]]:
     """Turn links that are relative to a file of the repository into links of the site.
 
     Args:
         text: Markdown.
         origin: the file that it comes from.
         page: the page that it becomes a part of.
+        language: of the site.
 
     Returns:
         The text, and the files and folders that it links to.
@@ -118,7 +135,8 @@ def rewritten(text: str, origin: str, page: str) -> tuple[str, set[str]]:
         if not (ROOT / target).exists():
             raise PluginError(f"{origin} links to {path}, which does not exist")
         targets.add(target)
-        return start + os.path.relpath(address(target), PurePosixPath(page).parent) + anchor
+        relative = os.path.relpath(address(target), PurePosixPath(page).parent)
+        return start + relative + translated_anchor(anchor, target, language)
 
     parts = FENCE.split(text)
     parts[::2] = [LINK.sub(link, re.sub(r"^<!-- not run.*?-->\n", "", part, flags=re.MULTILINE)) for part in parts[::2]]
@@ -134,10 +152,10 @@ def content(origin: str, language: str) -> tuple[str, set[str]]:
     if page.startswith("source/") and not origin.endswith(".md"):
         kind = {".py": "python", ".yml": "yaml"}.get(PurePosixPath(origin).suffix, PurePosixPath(origin).suffix[1:])
         return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n````{kind}\n{text.rstrip()}\n````\n", set()
-    text, targets = rewritten(OTHER_LANGUAGE.sub("", text), origin, page)
+    text, targets = rewritten(OTHER_LANGUAGE.sub("", text), origin, page, language)
 
     def include(match: re.Match[str]) -> str:
-        included, more = rewritten(section((ROOT / match[1]).read_text(), match[2]), match[1], page)
+        included, more = rewritten(section((ROOT / match[1]).read_text(), match[2]), match[1], page, language)
         targets.update(more)
         return included
 
@@ -163,7 +181,7 @@ def cluster_page(language: str) -> tuple[str, set[str]]:
     text = (ROOT / origin).read_text()
     parts, targets = [], set()
     for heading in re.findall(rf"^## (.*(?:{CLUSTER}).*)$", FENCE.sub(_hidden, text), re.MULTILINE):
-        part, more = rewritten(section(text, heading), origin, "kubernetes.md")
+        part, more = rewritten(section(text, heading), origin, "kubernetes.md", language)
         parts.append(f"## {heading}\n\n{part}\n\n")
         targets |= more
     return (f"# {TITLES[language]['kubernetes.md']}\n\n" + "".join(parts) if parts else ""), targets
