@@ -9,6 +9,9 @@ from tests.conftest import ROOT
 from tests.docs.markdown import FENCE, skeleton, translations
 
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
+BROKEN = re.compile(
+    r".*[\u4e00-\u9fff，。；：、！？（）]\n *[\u4e00-\u9fff，。；：、！？（）].*"
+)  # browsers show a blank there
 
 
 @pytest.mark.parametrize(("page", "translated"), translations(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -21,6 +24,7 @@ def test_a_translation_is_chinese(page: Path) -> None:
     prose = [block for block in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())) if re.match(r"\w", block)]
     assert prose
     assert [block for block in prose if not CHINESE.search(block)] == []
+    assert BROKEN.findall(page.read_text()) == []
 
 
 def test_every_page_has_its_translation() -> None:
