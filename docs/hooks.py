@@ -15,7 +15,6 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
-from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
 
@@ -239,18 +238,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, nav: Navigation) -> dict[str, Any]:
-    """Let the language switch lead to the same page in the other language."""
-    here = page.file.dest_uri
-    links = {"en": here, "zh": f"zh/{here}"} if config.theme["language"] == "en" else {"en": f"../{here}", "zh": here}
-    names = {"en": "English", "zh": "简体中文"}
-    config.extra["alternate"] = [{"name": names[lang], "link": links[lang], "lang": lang} for lang in names]
-    return context
-
-
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """Take out the links for search engines, from which the theme's script would fetch a map of each language's site.
+    """Let the language switch lead to the same page in the other language.
 
-    A page that is opened from the disk may not do that. The switch in the header does not need them.
+    The links for search engines are taken out: from them the theme's script would fetch a map of each language's site,
+    which a page that is opened from the disk may not do.
     """
+    here = page.file.dest_uri
+    where = {"en": here, "zh": f"zh/{here}"} if config.theme["language"] == "en" else {"en": f"../{here}", "zh": here}
+    for language, path in where.items():
+        output = output.replace(f'href="#{language}"', f'href="{os.path.relpath(path, PurePosixPath(here).parent)}"')
     return re.sub(r'<link rel="alternate"[^>]*>', "", output)
