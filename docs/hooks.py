@@ -164,14 +164,19 @@ def content(origin: str, language: str) -> tuple[str, set[str]]:
 
 
 def folder_page(origin: str) -> tuple[str, set[str]]:
-    """A folder's Python modules, with the first line of what they say of themselves."""
-    rows = []
-    modules = sorted((ROOT / origin).glob("*.py"))
-    for module in modules:
-        first = (ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n")[0]
-        rows.append(f"| [{module.name}]({module.name}.md) | {first} |\n")
+    """What is in a folder; of Python modules also the first line of what they say of themselves."""
+    rows, targets = [], set()
+    for path in sorted((ROOT / origin).iterdir()):
+        if path.name.startswith(("__pycache__", ".")):
+            continue
+        first = (
+            (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] if path.suffix == ".py" else ""
+        )
+        target = f"{origin}/{path.name}"
+        targets.add(target)
+        rows.append(f"| [{path.name}]({os.path.relpath(address(target), f'source/{origin}')}) | {first} |\n")
     table = "| | |\n|---|---|\n" + "".join(rows)
-    return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n{table}", {f"{origin}/{path.name}" for path in modules}
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n{table}", targets
 
 
 def cluster_page(language: str) -> tuple[str, set[str]]:

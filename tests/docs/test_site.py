@@ -216,6 +216,14 @@ def test_links_follow_the_site(hooks: ModuleType) -> None:
     assert other == "[b](../index.md#结束)"
 
 
+def test_a_folder_is_shown(hooks: ModuleType) -> None:
+    (hooks.ROOT / "k8s" / "base").mkdir()
+    (hooks.ROOT / "k8s" / "job.py").write_text('"""One line.\n\nMore."""\n')
+    text, targets = hooks.content("k8s", "en")
+    assert "| [base](base/index.md) |  |\n| [job.py](job.py.md) | One line. |\n" in text
+    assert targets == {"k8s/base", "k8s/job.py"}
+
+
 def test_what_is_missing_ends_the_build(hooks: ModuleType) -> None:
     with pytest.raises(PluginError, match=r"links to nothing\.md"):
         hooks.rewritten("[a](nothing.md)", "README.md", "index.md", "en")
