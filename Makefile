@@ -5,7 +5,7 @@ OUT := runs/mnist_ddp_spawn
 
 EXAMPLES := $(patsubst examples/%/train.py,%,$(wildcard examples/*/train.py))
 
-.PHONY: help setup demo test doctor images e2e constraints clean
+.PHONY: help setup demo test doctor images e2e docs constraints clean
 
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
@@ -13,6 +13,7 @@ help:
 	@echo "make doctor  look for what would go wrong on this machine"
 	@echo "make images  build the images with docker or podman (BASE_IMAGE=... on another base than CUDA's)"
 	@echo "make e2e     build the images on a minimal Debian and run the examples in containers"
+	@echo "make docs    set up and build the documentation, in English and Chinese, into site"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
 
@@ -45,6 +46,12 @@ e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
 e2e: setup
 	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base
 	@$(BIN)/python -m pytest --timeout 600 --durations 0 tests/e2e
+# Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: setup
+	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml
+	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.zh.yml
+	@echo "open site/index.html"
 
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup
@@ -52,4 +59,4 @@ constraints: setup
 		--python-version 3.11 --group dev pyproject.toml --output-file constraints.txt
 
 clean:
-	rm -rf .venv .tox runs
+	rm -rf .venv .tox runs site

@@ -85,10 +85,10 @@ class Numerics:
         return cast("nn.Module", torch.compile(model))
 
     def images(self, images: torch.Tensor) -> torch.Tensor:
-        """Move a batch of images [N, C, H, W] to the device, in the chosen memory layout."""
+        """Move a batch of images [N, C, H, W] to the device, in the chosen layout; or inputs of another shape."""
         import torch
 
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        layout = torch.channels_last if self.channels_last and images.dim() == 4 else torch.contiguous_format
         # Not in one step: another layout would first be made on the host, in memory that is not pinned.
         return images.to(self.device, non_blocking=True).contiguous(memory_format=layout)
 

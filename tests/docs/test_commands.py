@@ -1,5 +1,6 @@
-"""The commands in the READMEs run, in a folder of their own, exactly as written."""
+"""The commands in the documentation run, in a folder of their own, exactly as written, each once."""
 
+import argparse
 import os
 import re
 import shutil
@@ -10,24 +11,31 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Programs
+from tests.docs.markdown import PAGES, Shell, shell_blocks
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*/README.md"))]
-BLOCK = re.compile(r"((?:<!-- not run: .+? -->\n)?)```sh\n(.*?)```\n((?:<!-- not run above: .+? -->)?)", re.DOTALL)
-
-
-def blocks(page: Path) -> list[str]:
-    """The blocks of a page that are run: all, except those that say why not."""
-    return [code for before, code, after in BLOCK.findall(page.read_text()) if not before and not after]
+ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
 
 
-COMMANDS = [(page, number) for page in PAGES for number in range(len(blocks(page)))]
+def to_run(pages: list[Path]) -> list[tuple[Path, int, str]]:
+    """The blocks that are run: all but those that say why not, and those whose commands all stand in earlier ones."""
+    found, known = [], set[str]()
+    for page in pages:
+        for number, block in enumerate(shell_blocks(page.read_text())):
+            if block.run and page.name not in ELSEWHERE and not known.issuperset(block.commands):
+                found.append((page, number, block.code))
+                known.update(block.commands)
+    return found
 
 
-@pytest.mark.parametrize(
-    ("page", "number"), COMMANDS, ids=lambda value: getattr(value, "parent", Path(str(value))).name
-)
-def test_commands_run(programs: Programs, tmp_path: Path, free_port: int, page: Path, number: int) -> None:
-    script = "set -e\n" + blocks(page)[number].replace("29500", str(free_port))
+def label(value: object) -> str | None:
+    if isinstance(value, Path):
+        return value.parent.name if value.name == "README.md" else value.stem
+    return str(value) if isinstance(value, int) else ""
+
+
+@pytest.mark.parametrize(("page", "number", "code"), to_run(PAGES), ids=label)
+def test_commands_run(programs: Programs, tmp_path: Path, free_port: int, page: Path, number: int, code: str) -> None:
+    script = "set -e\n" + code.replace("29500", str(free_port))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         [shutil.which("bash") or "bash", "-c", script],
@@ -42,7 +50,59 @@ def test_commands_run(programs: Programs, tmp_path: Path, free_port: int, page: 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def written(pages: list[Path]) -> set[str]:
+    """Every command in the pages that starts a program or make: in a block (run or not), or between backticks."""
+    found: set[str] = set()
+    for page in pages:
+        text = page.read_text()
+        pieces = [command for block in shell_blocks(text) for command in block.commands]
+        pieces += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        for piece in pieces:
+            found.update(part.strip(" \"'") for part in re.split(r"[;&|]+|:::", piece))
+    return {command for command in found if re.search(r"\b(python -m|torchrun|make) ", command)}
+
+
+def unknown_flags(command: str, known: dict[str, set[str]]) -> list[str]:
+    """The flags of a command that its program, or torchrun, does not have; `known` maps a module to its flags."""
+    before, _, after = command.partition(" -m ")
+    words = after.split()
+    flags = {"torchrun": before.split()[1:] if "torchrun" in before else []}
+    if words and words[0] in known:
+        flags[words[0]] = words[1:]
+    return [
+        word
+        for program, given in flags.items()
+        for word in given
+        if re.match(r"--?[a-zA-Z]", word) and word.split("=")[0] not in known[program]
+    ]
+
+
+def flags_of(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", text))
+
+
+def test_flags_exist(programs: Programs) -> None:
+    """Also those of commands that are not run, because they need GPUs, clusters or hours."""
+    from torch.distributed.run import get_args_parser
+
+    commands = written(PAGES) - {command for command in written(PAGES) if "my_training" in command}
+    modules = set(re.findall(r"-m (examples\.\w+\.\w+)", "\n".join(commands))) - {"examples.NAME.train"}
+    assert {f"examples.{path.parent.name}.train" for path in (ROOT / "examples").glob("*/train.py")} <= modules
+    started = {module: programs.start("-m", module, "--help") for module in sorted(modules)}
+    known = {module: flags_of(programs.finish(process).stdout) for module, process in started.items()}
+    parser: argparse.ArgumentParser = get_args_parser()
+    known["torchrun"] = flags_of(parser.format_help())
+    assert all(known.values())
+    assert {command: bad for command in commands if (bad := unknown_flags(command, known))} == {}
+
+
+def test_targets_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"docs", "demo", "test"} <= targets
+    assert {word for command in written(PAGES) for word in re.findall(r"^make (\w+)", command)} <= targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=label)
 def test_links_and_names_exist(page: Path) -> None:
     """Pictures and files that a page links to are there, and so is what its feature table names."""
     text = page.read_text()
@@ -67,4 +127,18 @@ def test_the_page_of_faults_names_tests_that_exist() -> None:
 def test_a_broken_command_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\nfalse\n```\n<!-- not run: reason -->\n```sh\nrm -rf x\n```\n")
-    assert blocks(page) == ["false\n"]
+    assert shell_blocks(page.read_text()) == [Shell("false\n", True), Shell("rm -rf x\n", False)]
+    assert [code for _, _, code in to_run([page])] == ["false\n"]
+
+
+def test_a_command_runs_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.md", tmp_path / "second.md"
+    first.write_text("```sh\none --flag 1  # comment\ntwo\n```\n")
+    second.write_text("```sh\none \\\n    --flag 1\n```\n```sh\ntwo\nthree\n```\n")
+    assert [code for _, _, code in to_run([first, second])] == ["one --flag 1  # comment\ntwo\n", "two\nthree\n"]
+
+
+def test_a_wrong_flag_is_seen() -> None:
+    known = {"torchrun": {"--nnodes"}, "examples.a.train": {"--lr", "-b"}}
+    assert unknown_flags("torchrun --nnodes 2 -m examples.a.train --lr 1 -b 8", known) == []
+    assert unknown_flags("torchrun --nodes=2 -m examples.a.train --lx -1", known) == ["--nodes=2", "--lx"]

@@ -1,0 +1,256 @@
+"""The site's pages from the repository. Nothing is kept twice: MkDocs calls the functions `on_...` when it builds.
+
+- README.md is the home page, and the README of each example is its page.
+- A link to a file or folder of the repository leads to a page that shows it; pictures are taken along.
+- `<!-- include: README.md#Heading -->` on a line of its own is replaced by that section, without its heading.
+- The page on Kubernetes appears when README.md has a section about it.
+"""
+
+import ast
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
+FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
+INCLUDE = re.compile(r"^<!-- include: (\S+?)#(.+?) -->$", re.MULTILINE)
+OTHER_LANGUAGE = re.compile(r"^.*\]\(README(?:\.zh-CN)?\.md\).*\n", re.MULTILINE)  # the site's header links to it
+SLUG = slugify(case="lower")  # as in mkdocs.yml
+PICTURES = (".png", ".svg", ".jpg", ".gif")
+CLUSTER = r"Kubernetes|Docker|[Cc]ontainers?|容器"
+TITLES = {
+    "en": {
+        "index.md": "Home",
+        "getting-started.md": "Getting started",
+        "examples": "Examples",
+        "concepts.md": "Concepts",
+        "parallelism.md": "Data or model parallel?",
+        "launchers.md": "Launchers",
+        "kubernetes.md": "Containers and Kubernetes",
+        "your-model.md": "Your own model",
+        "faults.md": "Faults",
+        "troubleshooting.md": "Troubleshooting",
+    },
+    "zh": {
+        "index.md": "首页",
+        "getting-started.md": "快速上手",
+        "examples": "示例",
+        "concepts.md": "概念",
+        "parallelism.md": "数据并行还是模型并行？",
+        "launchers.md": "启动方式",
+        "kubernetes.md": "容器与 Kubernetes",
+        "your-model.md": "换成自己的模型",
+        "faults.md": "故障",
+        "troubleshooting.md": "故障排查",
+    },
+}
+ENGLISH_ONLY = "!!! note\n    本页目前只有英文版。\n\n"
+
+
+def examples() -> list[str]:
+    """The examples that have a README, by name."""
+    return sorted(path.parent.name for path in (ROOT / "examples").glob("*/README.md"))
+
+
+def in_language(path: str, language: str) -> str:
+    """A page's file in this language, or in English where there is no translation."""
+    translated = path.replace("README.md", "README.zh-CN.md") if path != "docs/faults.md" else "docs/zh/faults.md"
+    return translated if language == "zh" and (ROOT / translated).exists() else path
+
+
+def address(path: str) -> str:
+    """Where a file or folder of the repository is on the site."""
+    path = path.replace(".zh-CN", "")
+    if path == "README.md":
+        return "index.md"
+    if match := re.fullmatch(r"(examples/\w+|docker|k8s)/README\.md", path):
+        return f"{match[1]}.md"
+    if match := re.fullmatch(r"docs/(?:en/|zh/)?([\w-]+\.md)", path):
+        return match[1]
+    if PurePosixPath(path).suffix in PICTURES:
+        return f"files/{path}"
+    return f"source/{path}/index.md" if (ROOT / path).is_dir() else f"source/{path}.md"
+
+
+def section(text: str, heading: str) -> str:
+    """What stands below a heading of the second level.
+
+    Raises:
+        PluginError: there is no such heading.
+    """
+    found = re.search(
+        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", FENCE.sub(_hidden, text), re.MULTILINE | re.DOTALL
+    )
+    if found is None:
+        raise PluginError(f"there is no section {heading!r} to include")
+    return text[found.start(1) : found.end(1)].strip("\n")
+
+
+def _hidden(code: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", "x", code[0])  # comments in code look like headings
+
+
+def anchors(path: str) -> list[str]:
+    """The anchors of a page's headings, in their order."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub(_hidden, (ROOT / path).read_text()), re.MULTILINE)
+    return [f"#{SLUG(heading.replace('`', ''), '-')}" for heading in headings]
+
+
+def translated_anchor(anchor: str, target: str, language: str) -> str:
+    """A heading's anchor in the translation of a page: that of the heading at the same place."""
+    translated = in_language(target, language)
+    if not anchor or translated == target:
+        return anchor
+    return dict(zip(anchors(target), anchors(translated), strict=True)).get(anchor, anchor)
+
+
+def rewritten(text: str, origin: str, page: str, language: str) -> tuple[str, set[str]]:
+    """Turn links that are relative to a file of the repository into links of the site.
+
+    Args:
+        text: Markdown.
+        origin: the file that it comes from.
+        page: the page that it becomes a part of.
+        language: of the site.
+
+    Returns:
+        The text, and the files and folders that it links to.
+    """
+    targets: set[str] = set()
+
+    def link(match: re.Match[str]) -> str:
+        start, path, anchor = match[1], match[2], match[3] or ""
+        if "://" in path or (not path and page == address(origin)):
+            return match[0]
+        target = os.path.normpath(PurePosixPath(origin).parent / path) if path else origin
+        if not (ROOT / target).exists():
+            raise PluginError(f"{origin} links to {path}, which does not exist")
+        targets.add(target)
+        relative = os.path.relpath(address(target), PurePosixPath(page).parent)
+        return start + relative + translated_anchor(anchor, target, language)
+
+    parts = FENCE.split(text)
+    parts[::2] = [LINK.sub(link, re.sub(r"^<!-- not run.*?-->\n", "", part, flags=re.MULTILINE)) for part in parts[::2]]
+    return "".join(parts), targets
+
+
+def content(origin: str, language: str) -> tuple[str, set[str]]:
+    """The page that a file of the repository becomes, and what it links to."""
+    if (ROOT / origin).is_dir():
+        return folder_page(origin)
+    text = (ROOT / origin).read_text()
+    page = address(origin)
+    if page.startswith("source/") and not origin.endswith(".md"):
+        kind = {".py": "python", ".yml": "yaml"}.get(PurePosixPath(origin).suffix, PurePosixPath(origin).suffix[1:])
+        return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n````{kind}\n{text.rstrip()}\n````\n", set()
+    text, targets = rewritten(OTHER_LANGUAGE.sub("", text), origin, page, language)
+
+    def include(match: re.Match[str]) -> str:
+        included, more = rewritten(section((ROOT / match[1]).read_text(), match[2]), match[1], page, language)
+        targets.update(more)
+        return included
+
+    text = INCLUDE.sub(include, text)
+    untranslated = language == "zh" and "zh" not in origin and re.match(r"examples|docker|k8s", origin)
+    return (ENGLISH_ONLY if untranslated else "") + text, targets
+
+
+def folder_page(origin: str) -> tuple[str, set[str]]:
+    """What is in a folder; of Python modules also the first line of what they say of themselves."""
+    rows, targets = [], set()
+    for path in sorted((ROOT / origin).iterdir()):
+        if path.name.startswith(("__pycache__", ".")):
+            continue
+        first = (
+            (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] if path.suffix == ".py" else ""
+        )
+        target = f"{origin}/{path.name}"
+        targets.add(target)
+        rows.append(f"| [{path.name}]({os.path.relpath(address(target), f'source/{origin}')}) | {first} |\n")
+    table = "| | |\n|---|---|\n" + "".join(rows)
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n{table}", targets
+
+
+def cluster_page(language: str) -> tuple[str, set[str]]:
+    """README.md's sections on containers and Kubernetes as a page; empty where it has none."""
+    origin = in_language("README.md", language)
+    text = (ROOT / origin).read_text()
+    parts, targets = [], set()
+    for heading in re.findall(rf"^## (.*(?:{CLUSTER}).*)$", FENCE.sub(_hidden, text), re.MULTILINE):
+        part, more = rewritten(section(text, heading), origin, "kubernetes.md", language)
+        parts.append(f"## {heading}\n\n{part}\n\n")
+        targets |= more
+    return (f"# {TITLES[language]['kubernetes.md']}\n\n" + "".join(parts) if parts else ""), targets
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Make the navigation: the pages of the language's folder, and one page per example."""
+    config.theme.static_templates.discard("404.html")  # for servers only
+    language = config.theme["language"]
+    nav: list[dict[str, Any]] = []
+    for page, title in TITLES[language].items():
+        if page == "examples":
+            nav.append({title: [{name: f"examples/{name}.md"} for name in examples()]})
+        elif page == "kubernetes.md":
+            more = [name for name in ("docker", "k8s") if (ROOT / name / "README.md").exists()]
+            pages = [{title: page}] if cluster_page(language)[0] else []
+            pages += [{f"{name}/": f"{name}.md"} for name in more]
+            nav += [{title: pages}] if more else pages
+        else:
+            nav.append({title: page})
+    config.nav = nav
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what the pages are made from, and everything in the repository that they link to."""
+    language = config.theme["language"]
+    own = sorted((ROOT / "docs" / language).glob("*.md"))
+    todo = [str(path.relative_to(ROOT)) for path in own] + ["README.md", "docs/faults.md"]
+    todo += [f"examples/{name}/README.md" for name in examples()]
+    todo += [f"{name}/README.md" for name in ("docker", "k8s") if (ROOT / name / "README.md").exists()]
+    pages: dict[str, str | Path] = {"iframe-worker.js": ROOT / "docs" / "iframe-worker.js"}
+    cluster, targets = cluster_page(language)
+    if cluster:
+        pages["kubernetes.md"] = cluster
+        todo += targets
+    while todo:
+        origin = in_language(todo.pop(), language)
+        page = address(origin)
+        if page in pages:
+            continue
+        if page.startswith("files/"):
+            pages[page] = ROOT / origin
+        else:
+            pages[page], targets = content(origin, language)
+            todo += targets
+    for page, what in pages.items():
+        known = files.get_file_from_path(page)
+        if known is not None:
+            files.remove(known)
+        if isinstance(what, Path):
+            files.append(File.generated(config, page, abs_src_path=str(what)))
+        else:
+            files.append(File.generated(config, page, content=what))
+    return files
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Let the language switch lead to the same page in the other language.
+
+    The links for search engines are taken out: from them the theme's script would fetch a map of each language's site,
+    which a page that is opened from the disk may not do.
+    """
+    here = page.file.dest_uri
+    where = {"en": here, "zh": f"zh/{here}"} if config.theme["language"] == "en" else {"en": f"../{here}", "zh": here}
+    for language, path in where.items():
+        output = output.replace(f'href="#{language}"', f'href="{os.path.relpath(path, PurePosixPath(here).parent)}"')
+    return re.sub(r'<link rel="alternate"[^>]*>', "", output)

@@ -1,0 +1,231 @@
+"""The site that `make docs` builds: complete, read from the disk without a network, in a real browser, on a phone."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote
+
+import pytest
+from mkdocs.exceptions import PluginError
+from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver.support.wait import WebDriverWait
+
+from tests.conftest import ROOT
+
+PHONE, DESK = 390, 1400  # px
+HOSTILE = "http://127.0.0.1:9"  # a proxy that nobody serves: whoever asks the network fails
+
+
+def imported(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by the commands of the Makefile, into another folder."""
+    folder = tmp_path_factory.mktemp("site")
+    recipe = re.findall(r"^\t@\$\(BIN\)/python (-m mkdocs .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert len(recipe) == 2
+    env = {"PATH": os.environ["PATH"], "NO_MKDOCS_2_WARNING": "1", "http_proxy": HOSTILE, "https_proxy": HOSTILE}
+    for command, out in zip(recipe, (folder, folder / "zh"), strict=True):
+        words = [sys.executable, *shlex.split(command), "--site-dir", str(out)]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    return folder
+
+
+def pages(site: Path) -> list[Path]:
+    """All but the source files' pages, of which one stands for all."""
+    found = [path for path in sorted(site.rglob("*.html")) if "source" not in path.relative_to(site).parts]
+    return [*found, site / "source" / "common" / "launcher.py.html"]
+
+
+def test_every_example_has_a_page_in_both_languages(site: Path) -> None:
+    names = [path.parent.name for path in (ROOT / "examples").glob("*/README.md")]
+    assert len(names) >= 4
+    for language in (site, site / "zh"):
+        home = (language / "index.html").read_text()
+        for name in names:
+            assert (language / "examples" / f"{name}.html").exists()
+            assert f'href="examples/{name}.html"' in home
+
+
+def test_links_lead_to_files_and_nothing_is_fetched(site: Path) -> None:
+    """Includes the switch between the languages."""
+    missing = []
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"?(?:https?:)?//[^>]*>", text) == []
+        for link in re.findall(r"<(?:a|img|script)[^>]+(?:href|src)=\"([^\"#?]+)", text):
+            if "://" not in link and not (page.parent / unquote(link)).exists():
+                missing.append((page.relative_to(site), link))
+    assert missing == []
+    assert 'href="zh/concepts.html" hreflang="zh"' in (site / "concepts.html").read_text()
+    assert 'href="../../examples/mnist_ddp_spawn.html"' in (site / "zh/examples/mnist_ddp_spawn.html").read_text()
+
+
+def test_sections_of_the_readme_are_included(site: Path) -> None:
+    for language, readme in ((site, "README.md"), (site / "zh", "README.zh-CN.md")):
+        table = (ROOT / readme).read_text().split("training diverged` | ")[1].partition(" |")[0]
+        for page in ("index.html", "troubleshooting.html"):
+            assert table.replace("`", "").split()[0] in (language / page).read_text()
+        assert "<!-- include" not in (language / "troubleshooting.html").read_text()
+
+
+def test_the_pictures_are_those_that_the_program_draws() -> None:
+    diagrams = imported("docs/diagrams.py")
+    drawn = diagrams.drawings()
+    assert {path.stem: path.read_text() for path in diagrams.FOLDER.glob("*.svg")} == drawn
+    used = "".join(path.read_text() for path in (ROOT / "docs" / "en").glob("*.md"))
+    assert [name for name in drawn if f"concepts/{name}.svg" not in used] == []
+
+
+# ------------------------------------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Chrome]:
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    assert chromium, "chromium is not installed (Debian: chromium, chromium-driver)"
+    assert driver, "chromedriver is not installed (Debian: chromium-driver)"
+    options = ChromeOptions()
+    options.binary_location = chromium
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND"):
+        options.add_argument(flag)
+    with Chrome(options=options, service=ChromeService(driver)) as started:
+        yield started
+
+
+def show(browser: Chrome, page: Path, width: int) -> None:
+    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width == PHONE}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(page.as_uri())
+
+
+LOOK = """
+    const scrolls = (e) => e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+    const wide = (e) => e.getBoundingClientRect().right > arguments[0] + 1 && e.getBoundingClientRect().width > 0;
+    return [
+        ...(document.documentElement.scrollWidth > arguments[0] ? ["the page is too wide"] : []),
+        ...[...document.querySelectorAll("body *")].filter((e) => e.closest("article") && wide(e) && !scrolls(e))
+            .map((e) => `${e.tagName} is too wide`),
+        ...[...document.images].filter((i) => !i.complete || !i.naturalWidth).map((i) => `no picture ${i.src}`),
+        ...(document.querySelector("h1") ? [] : ["no heading"]),
+    ]
+"""
+
+
+def faults(browser: Chrome, page: Path, width: int) -> list[str]:
+    """What is wrong with a page: errors on the console, pictures that are missing, parts beyond the screen."""
+    show(browser, page, width)
+    found = list(browser.execute_script(LOOK, width))
+    return found + [entry["message"] for entry in browser.get_log("browser")]
+
+
+def requests(browser: Chrome) -> list[str]:
+    """The addresses that the browser has asked for since the last call, other than files."""
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    return [url for url in sent if not url.startswith(("file:", "data:", "about:"))]
+
+
+def test_pages_on_a_phone(site: Path, browser: Chrome) -> None:
+    found = {str(page.relative_to(site)): faults(browser, page, PHONE) for page in pages(site)}
+    assert len(found) > 20
+    assert {page: wrong for page, wrong in found.items() if wrong} == {}
+    assert requests(browser) == []
+
+
+@pytest.mark.parametrize(("page", "words", "expected"), [
+    ("index.html", "reduce-scatter", "Concepts"),
+    ("zh/index.html", "写时复制", "概念"),
+])  # fmt: skip
+def test_search_works_from_the_disk(site: Path, browser: Chrome, page: str, words: str, expected: str) -> None:
+    show(browser, site / page, DESK)
+    field = browser.find_element("css selector", "[data-md-component=search-query]")
+    browser.execute_script("arguments[0].focus()", field)
+    field.send_keys(words)
+    titles = ".md-search-result__article h1"
+    WebDriverWait(browser, 30).until(
+        lambda _: expected in [title.text for title in browser.find_elements("css selector", titles)]
+    )
+    assert browser.get_log("browser") == []
+
+
+def test_a_faulty_page_is_seen(tmp_path: Path, browser: Chrome) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<meta name="viewport" content="width=device-width"><h1>x</h1><img src="none.png">'
+        '<article><p style="width:500px">x</p></article><script>console.error("broken"); missing()</script>'
+        '<script src="http://example.org/x.js"></script>'
+    )
+    found = "\n".join(faults(browser, page, PHONE))
+    for wrong in ("the page is too wide", "P is too wide", "no picture", "broken", "missing is not defined"):
+        assert wrong in found
+    assert requests(browser) == ["http://example.org/x.js"]
+
+
+# ------------------------------------------------------------------------------------------------- the hooks
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The hooks, for a repository of a few files."""
+    module = imported("docs/hooks.py")
+    (tmp_path / "README.md").write_text(
+        "# T\n\n## On Kubernetes\n\nSee [k](k8s) `x`.\n\n```sh\n## no heading\n```\n\n## End\n"
+    )
+    (tmp_path / "k8s").mkdir()
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    return module
+
+
+def test_a_section_about_kubernetes_becomes_a_page(hooks: ModuleType) -> None:
+    text, targets = hooks.cluster_page("en")
+    assert "## On Kubernetes\n\nSee [k](source/k8s/index.md) `x`.\n\n```sh\n## no heading\n```\n" in text
+    assert "End" not in text
+    assert targets == {"k8s"}
+    (hooks.ROOT / "README.md").write_text("# T\n\n## Other\n\n```sh\n# Kubernetes\n```\n")
+    assert hooks.cluster_page("en") == ("", set())
+
+
+def test_links_follow_the_site(hooks: ModuleType) -> None:
+    text = "[a](README.md#end) [b](#end) [c](https://example.org) ![d](k8s)\n```md\n[x](y)\n```\n"
+    same, _ = hooks.rewritten(text, "README.md", "index.md", "en")
+    assert (
+        same == "[a](index.md#end) [b](#end) [c](https://example.org) ![d](source/k8s/index.md)\n```md\n[x](y)\n```\n"
+    )
+    other, _ = hooks.rewritten("[b](#end)", "README.md", "examples/x.md", "en")
+    assert other == "[b](../index.md#end)"
+    (hooks.ROOT / "README.zh-CN.md").write_text("# 标题\n\n## 关于 Kubernetes\n\n## 结束\n")
+    other, _ = hooks.rewritten("[b](#end)", "README.md", "examples/x.md", "zh")
+    assert other == "[b](../index.md#结束)"
+
+
+def test_a_folder_is_shown(hooks: ModuleType) -> None:
+    (hooks.ROOT / "k8s" / "base").mkdir()
+    (hooks.ROOT / "k8s" / "job.py").write_text('"""One line.\n\nMore."""\n')
+    text, targets = hooks.content("k8s", "en")
+    assert "| [base](base/index.md) |  |\n| [job.py](job.py.md) | One line. |\n" in text
+    assert targets == {"k8s/base", "k8s/job.py"}
+
+
+def test_what_is_missing_ends_the_build(hooks: ModuleType) -> None:
+    with pytest.raises(PluginError, match=r"links to nothing\.md"):
+        hooks.rewritten("[a](nothing.md)", "README.md", "index.md", "en")
+    with pytest.raises(PluginError, match="no section 'Nothing'"):
+        hooks.section("# T\n", "Nothing")
