@@ -3,11 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test constraints clean
+.PHONY: help setup demo test bench report constraints clean
 
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
 	@echo "make test    set up and run all tests (tox)"
+	@echo "make bench   set up and run every benchmark that this machine can: PEER=../examples MNIST=DIR IMAGES=DIR QUICK=1 ONLY=..."
+	@echo "make report  the page of the benchmarks from the results that are there"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
 
@@ -28,6 +30,14 @@ demo: setup
 # Two environments at a time: starting a process keeps one core busy, and the tests start hundreds.
 test: setup
 	@$(BIN)/tox run-parallel --parallel 2 --parallel-no-spinner
+
+# PEER is a checkout of pytorch/examples, MNIST and IMAGES are folders of data: what is not given is skipped, by name in the report.
+bench: setup
+	@$(BIN)/python -m benchmarks.all $(if $(PEER),--peer "$(PEER)") $(if $(MNIST),--mnist "$(MNIST)") \
+		$(if $(IMAGES),--images "$(IMAGES)") $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick) $(if $(RESULTS),--out "$(RESULTS)")
+
+report: setup
+	@$(BIN)/python -m benchmarks.report
 
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup

@@ -1,0 +1,144 @@
+"""The report: made from JSON files alone, whichever there are, and opened in a real browser."""
+
+import json
+import re
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import registry, report
+from tests.browser import Browser
+from tests.conftest import ROOT, Programs
+
+RESULTS = ROOT / "benchmarks/results"
+HIDDEN = "[...document.images].filter(each => !(each.complete && each.naturalWidth > 200)).length"
+WIDEST = "Math.max(...[...document.querySelectorAll('*')].map(each => each.getBoundingClientRect().right))"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+def text_of(html: str) -> str:
+    """The page without its charts."""
+    return re.sub(r'src="data:[^"]*"', "", html)
+
+
+def test_the_committed_report_is_that_of_the_committed_results() -> None:
+    written = (RESULTS / "report.html").read_text()
+    assert text_of(written) == text_of(report.page(report.load(RESULTS))), "run: python -m benchmarks.report"
+    assert len(written) < 1_500_000
+
+
+def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    """At the width of a phone and of a desk: no complaint, no request, all charts, nothing beyond the edge."""
+    file = report.write(RESULTS, tmp_path / "report.html")
+    for width in (390, 1280):
+        browser.open(file, width)
+        assert browser.value("window.innerWidth") == width
+        assert browser.complaints == []
+        assert [url for url in browser.requests if not url.startswith("data:")] == [file.as_uri()]
+        assert browser.value("document.images.length") >= 8
+        assert browser.value(HIDDEN) == 0
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        assert browser.value(WIDEST) <= width
+        assert browser.value("[...document.images].every(each => each.alt)")
+
+
+def test_the_browser_sees_what_is_wrong(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text('<meta name="viewport" content="width=device-width"><img src="none.png">'
+                    "<p style='width:900px'>x</p><script>console.error('this'); missing()</script>")  # fmt: skip
+    browser.open(page, 390)
+    complaints = " ".join(browser.complaints)
+    assert "this" in complaints
+    assert "missing is not defined" in complaints
+    assert browser.value(HIDDEN) == 1
+    assert browser.value(WIDEST) > 390
+
+
+def test_nothing_measured(tmp_path: Path) -> None:
+    html = report.write(tmp_path).read_text()
+    for benchmark in registry.BENCHMARKS:
+        assert f"there is no {benchmark.result}.json" in html
+        assert benchmark.command in html
+    assert html.count(">not measured</td>") == sum(len(benchmark.claims) for benchmark in registry.BENCHMARKS)
+    assert "<img" not in html
+
+
+@pytest.mark.parametrize("missing", ["allreduce", "imagenet_throughput", "scaling"])
+def test_some_results_are_missing(tmp_path: Path, missing: str) -> None:
+    for file in RESULTS.glob("*.json"):
+        if file.stem != missing:
+            shutil.copy(file, tmp_path)
+    html = report.write(tmp_path).read_text()
+    assert f"there is no {missing}.json" in html
+    assert html.count("<img") >= 4
+
+
+def test_results_that_nobody_described(tmp_path: Path) -> None:
+    found = {
+        "date": "2026-01-01", "machine": {"cpu": "<b>x</b>", "cores": 2, "memory_gib": 4.0, "gpus": []},
+        "versions": {"python": "3"}, "ways": [{"one": {"seconds": [1.0, 4.0, 2.0]}}], "accuracy": 0.75, "flag": True,
+    }  # fmt: skip
+    (tmp_path / "new.json").write_text(json.dumps(found))
+    (tmp_path / "mnist_time_to_accuracy.json").write_text(json.dumps(found))  # of a form that is not known
+    html = report.write(tmp_path).read_text()
+    row = ('<td data-head="what">ways / 0 / one / seconds</td><td data-head="value or median">2</td>'
+           '<td data-head="range">1 to 4</td><td data-head="samples">3</td>')  # fmt: skip
+    assert html.count(row) == 2
+    assert "&lt;b&gt;x&lt;/b&gt;" in html
+    assert "Not of the form that this report knows" in html
+    assert html.count("<img") == 2
+
+
+def test_verdicts(tmp_path: Path) -> None:
+    """A claim is met or not by the figures in the file, and by nothing else."""
+    found = json.loads((RESULTS / "imagenet_throughput.json").read_text())
+    for ratio, verdict in ((1.99, "NOT met"), (2.0, "met")):
+        found["input"]["medians"]["ours, uint8"]["peer_ratio"] = ratio
+        (tmp_path / "imagenet_throughput.json").write_text(json.dumps(found))
+        html = report.write(tmp_path).read_text()
+        assert re.search(rf"straight from JPEGs.*>at least 2 times<.*>{ratio:.3g} times<.*>{verdict}<", html)
+
+
+def test_a_peer_that_was_not_there_is_named() -> None:
+    found = json.loads((RESULTS / "mnist_time_to_accuracy.json").read_text())
+    line = "Skipped: the peer pytorch/examples mnist"
+    assert line not in report.page({"mnist_time_to_accuracy": found})
+    del found["medians"]["pytorch/examples mnist"]
+    for name in ("ours, 1 process", "ours, 2 processes"):
+        found["medians"][name] |= {"peer_ratio": None, "peer_ratio_per_round": []}
+    html = report.page({"mnist_time_to_accuracy": found})
+    assert line in html
+    assert "sooner than the peer</td>" in html
+    assert ">met</td>" not in html
+
+
+def test_all_programs(programs: Programs, tmp_path: Path) -> None:
+    """The quick mode: what needs data and peers is skipped by name, what runs leaves results, and the page has both."""
+    peer = tmp_path / "not-there"
+    done = programs.run("-m", "benchmarks.all", "--quick", "--peer", peer, "--out", tmp_path, "--only",
+                        "mnist_time_to_accuracy", "imagenet_throughput", "scaling", limit=200)  # fmt: skip
+    assert f"warning: PEER {peer}: no such folder" in done.stderr
+    runs = {one["name"]: one for one in json.loads((tmp_path / "bench.json").read_text())["runs"]}
+    assert {name: one["state"] for name, one in runs.items()} == {
+        "mnist_time_to_accuracy": "skipped", "imagenet_throughput": "skipped", "scaling": "done",
+    }  # fmt: skip
+    assert runs["mnist_time_to_accuracy"]["why"] == "MNIST was not given, or is not there"
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert {ranks: {way: len(samples) for way, samples in ways.items()} for ranks, ways in found["steps"].items()} == {
+        ranks: dict.fromkeys(("compute", "flat", "ring", "ddp", "pipeline"), 1) for ranks in ("1", "2")
+    }
+    assert found["fit"]["dist.all_reduce"]["beta"] > 0
+    assert [(row["ranks"], row["gigabits"]) for row in found["extrapolation"][:3]] == [(8, 100), (64, 100), (512, 100)]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    html = (tmp_path / "report.html").read_text()
+    assert "MNIST was not given, or is not there" in html
+    assert html.count("<img") == 2
+    wrong = programs.run("-m", "benchmarks.all", "--only", "nothing", code=2)
+    assert "error: --only nothing: there are allreduce" in wrong.stderr
