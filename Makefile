@@ -8,7 +8,8 @@ OUT := runs/mnist_ddp_spawn
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
 	@echo "make test    set up and run all tests (tox)"
-	@echo "make bench   set up and run every benchmark that this machine can: PEER=../examples MNIST=DIR IMAGES=DIR QUICK=1 ONLY=..."
+	@echo "make bench   set up and run every benchmark that this machine can, and make the report of them:"
+	@echo "             make bench PEER=../examples MNIST=DIR IMAGES=DIR CSV=FILE VOCAB=FILE; QUICK=1 ONLY=scaling to try it"
 	@echo "make report  the page of the benchmarks from the results that are there"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
@@ -31,10 +32,12 @@ demo: setup
 test: setup
 	@$(BIN)/tox run-parallel --parallel 2 --parallel-no-spinner
 
-# PEER is a checkout of pytorch/examples, MNIST and IMAGES are folders of data: what is not given is skipped, by name in the report.
+# PEER is a checkout of pytorch/examples, MNIST and IMAGES are folders of data, CSV and VOCAB files of reviews and of a BERT:
+# what is not given is skipped, by name in the report.
 bench: setup
 	@$(BIN)/python -m benchmarks.all $(if $(PEER),--peer "$(PEER)") $(if $(MNIST),--mnist "$(MNIST)") \
-		$(if $(IMAGES),--images "$(IMAGES)") $(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick) $(if $(RESULTS),--out "$(RESULTS)")
+		$(if $(IMAGES),--images "$(IMAGES)") $(if $(CSV),--csv "$(CSV)") $(if $(VOCAB),--vocab "$(VOCAB)") \
+		$(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick) $(if $(RESULTS),--out "$(RESULTS)")
 
 report: setup
 	@$(BIN)/python -m benchmarks.report

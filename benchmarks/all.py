@@ -38,6 +38,10 @@ class Args:
     """Folder with the four idx files of MNIST (.gz), in itself or in MNIST/raw."""
     images: Path | None = None
     """Folder of images: train/CLASS/*.jpg."""
+    csv: Path | None = None
+    """Labelled reviews, for bert_throughput."""
+    vocab: Path | None = None
+    """vocab.txt of a BERT."""
     only: tuple[str, ...] = ()
     """Names of the results to make, as scaling (default: all)."""
     quick: bool = False
@@ -53,7 +57,7 @@ from benchmarks import report
 from benchmarks.registry import BENCHMARKS, Benchmark
 
 HELPERS = ("__init__", "all", "report", "registry", "charts", "machine", "latency_bandwidth")
-PLACES = ("peer", "mnist", "images")
+PLACES = ("peer", "mnist", "images", "csv", "vocab")
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,11 @@ def given(args: Args) -> dict[str, str]:
     found = {}
     for name in PLACES:
         place = getattr(args, name)
-        if place is not None and place.is_dir():
+        if place is not None and place.exists():
             found[name] = str(place.resolve())
         elif place is not None:
             print(
-                f"warning: {name.upper()} {place}: no such folder; what needs it is skipped",
+                f"warning: {name.upper()} {place}: not there; what needs it is skipped",
                 file=sys.stderr,
                 flush=True,
             )
@@ -117,11 +121,16 @@ def run(benchmark: Benchmark, args: Args, places: dict[str, str]) -> list[Run]:
     command = words(benchmark, args, places)
     print(f"\n== {benchmark.result}: python {shlex.join(command)}", flush=True)
     started = time.monotonic()
-    process = subprocess.run([sys.executable, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            _, said = process.communicate()
+        except BaseException:
+            process.terminate()  # and not kill: it has processes of its own to end
+            raise
     seconds = time.monotonic() - started
-    print(process.stderr, file=sys.stderr, end="", flush=True)
+    print(said, file=sys.stderr, end="", flush=True)
     state = {0: "done", 2: "skipped"}.get(process.returncode, "failed")
-    last = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+    last = (said.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     runs = [Run(benchmark.result, state, "" if state == "done" else last, benchmark.command, seconds)]
     if benchmark.peer and "peer" not in places:
         runs.append(

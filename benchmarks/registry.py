@@ -245,6 +245,32 @@ def scaling(found: Found) -> View:
     )  # fmt: skip
 
 
+def dataparallel(found: Found) -> View:
+    """Speed against batch size."""
+    batches = {int(batch): at["times_one_device"] for batch, at in found["batches"].items()}
+    ways = list(next(iter(batches.values())))
+    each = [
+        Line(way, list(batches), [at[way] for at in batches.values()], colour)
+        for way, colour in zip(ways, charts.COLOURS, strict=False)
+    ]
+    chart = charts.lines(each, "global batch, images", "times one device", list(batches), from_zero=True)
+    rows = [(str(batch), *(f"{at[way]:.2f}" for way in ways)) for batch, at in batches.items()]
+    return View([("speed against batch size", chart)], [Table("times one device", ("batch", *ways), rows)])
+
+
+def bert(found: Found) -> View:
+    """Each step from the naive recipe to ours."""
+    speed, ratios = found["speed"]["sequences_per_second"], found["speed"]["ratio"]
+    notes = {name: f"{value:.2f} times the naive recipe" for name, value in ratios.items()}
+    rows = [(name, f"{value:.4g}", f"{ratios[name]:.2f}") for name, value in speed.items()]
+    head = ("recipe", "sequences/s", "ratio to the naive one")
+    tables = [Table("", head, rows)]
+    if "accuracy" in found:
+        reached = [(name, f"{run['accuracy'][-1]:.4f}") for name, run in found["accuracy"]["runs"].items()]
+        tables.append(Table("validation accuracy after the same epochs", ("recipe", "accuracy"), reached))
+    return View([("training on real reviews", charts.bars(speed, "sequences/s", notes, next(iter(speed))))], tables)
+
+
 # -------------------------------------------------------------------------------------------------------- the registry
 
 
@@ -310,6 +336,17 @@ BENCHMARKS = (
             Claim("the latency-bandwidth model is near the measured all-reduces of torch (median error)", 0.3,
                   lambda found: found["fit"]["dist.all_reduce"]["median_error"], "", most=True),
         ), view=scaling,
+    ),
+    Benchmark(
+        "dataparallel", "DataParallel and DDP against one device, over batch sizes", "dataparallel", "",
+        "--rounds 1 --batches 8 32", view=dataparallel,
+    ),
+    Benchmark(
+        "bert_throughput", "Text classification: training on real reviews", "bert_throughput",
+        "--csv {csv} --vocab {vocab}", "--rounds 1 --steps 1 --layers 1 --hidden 32", ("csv", "vocab"), claims=(
+            Claim("training of bert_dp on real reviews against the naive recipe", 3,
+                  lambda found: max(found["speed"]["ratio"].values())),
+        ), view=bert,
     ),
     Benchmark(
         "soak", "Ranks, agents and nodes killed in training", "soak", "", "--minutes 0.2 --epochs 4", claims=(

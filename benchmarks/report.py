@@ -136,10 +136,16 @@ def about(found: Mapping[str, Any], whole: bool = True) -> str:
     return ", ".join(words)
 
 
-def claims(results: Mapping[str, Any], shown: Sequence[Benchmark]) -> str:
+def shown(results: Mapping[str, Any]) -> list[Benchmark]:
+    """The benchmarks of the registry that are in this checkout, or have results."""
+    here = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    return [benchmark for benchmark in BENCHMARKS if benchmark.module in here or benchmark.result in results]
+
+
+def claims(results: Mapping[str, Any], known: Sequence[Benchmark]) -> str:
     """The table of all claims: goal, what was measured, and whether that meets it."""
     rows, kinds = [], []
-    for benchmark in shown:
+    for benchmark in known:
         for claim in benchmark.claims:
             found = results.get(benchmark.result)
             value = None if found is None else claim.measured(found)
@@ -185,9 +191,8 @@ def page(results: Mapping[str, Any]) -> str:
     """The whole page."""
     results = dict(results)
     run = results.pop(RUN, None)
-    here = {path.stem for path in Path(__file__).parent.glob("*.py")}
-    shown = [benchmark for benchmark in BENCHMARKS if benchmark.module in here or benchmark.result in results]
-    names = {benchmark.result: benchmark for benchmark in shown}
+    known = shown(results)
+    names = {benchmark.result: benchmark for benchmark in known}
     text = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -196,7 +201,7 @@ def page(results: Mapping[str, Any]) -> str:
         "the median of the rounds' ratios. The raw samples are in the JSON files beside this page. Times on a "
         "machine that others use, too, are longer and uneven: look at ratios, and at the load where it is given.</p>\n"
         "<p>All of this again: <code>make bench</code>; this page: <code>python -m benchmarks.report</code></p>\n",
-        "<h2>Claims</h2>\n", claims(results, shown),
+        "<h2>Claims</h2>\n", claims(results, known),
     ]  # fmt: skip
     if run:
         rows = [(one["name"], one["state"], one["why"], one["command"], f"{one['seconds']:.0f}") for one in run["runs"]]
@@ -205,7 +210,7 @@ def page(results: Mapping[str, Any]) -> str:
                  table(Table("", ("benchmark", "state", "why", "command", "seconds"), rows))]  # fmt: skip
     for name, benchmark in names.items():
         text.append(section(name, benchmark, results.get(name)))
-    for name in results.keys() - names.keys():
+    for name in sorted(results.keys() - names.keys()):
         text.append(section(name, None, results[name]))
     return "".join(text) + "</body></html>\n"
 

@@ -198,6 +198,7 @@ def main(args: Args, place: Place) -> int:
     """Measure, fit, calculate, write the results, show them; returns the exit code."""
     if not place.spawns or place.nodes > 1:
         raise SystemExit("error: this benchmark starts its processes itself, on one machine")
+    place = replace(place, flags=replace(place.flags, device="cpu"))
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": describe_machine(),
         "load_before": os.getloadavg()[0],  # of other programs: on a busy machine the figures say little

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import registry, report
+from benchmarks import all as every
+from benchmarks import report
+from benchmarks.registry import BENCHMARKS, Benchmark
 from tests.browser import Browser
 from tests.conftest import ROOT, Programs
 
@@ -63,10 +65,12 @@ def test_the_browser_sees_what_is_wrong(browser: Browser, tmp_path: Path) -> Non
 
 def test_nothing_measured(tmp_path: Path) -> None:
     html = report.write(tmp_path).read_text()
-    for benchmark in registry.BENCHMARKS:
+    shown = report.shown({})
+    assert {"allreduce", "scaling"} <= {benchmark.result for benchmark in shown} <= {b.result for b in BENCHMARKS}
+    for benchmark in shown:
         assert f"there is no {benchmark.result}.json" in html
         assert benchmark.command in html
-    assert html.count(">not measured</td>") == sum(len(benchmark.claims) for benchmark in registry.BENCHMARKS)
+    assert html.count(">not measured</td>") == sum(len(benchmark.claims) for benchmark in shown)
     assert "<img" not in html
 
 
@@ -96,6 +100,31 @@ def test_results_that_nobody_described(tmp_path: Path) -> None:
     assert html.count("<img") == 2
 
 
+def test_results_of_other_machines(tmp_path: Path) -> None:
+    """Charts of results that are not in this folder: of reviews, of DataParallel, and of a pipeline's speed."""
+    at = {"date": "2026-01-01", "machine": {"cpu": "x", "cores": 2, "memory_gib": 4.0, "gpus": ["G", "G"]}}
+    found = {
+        "bert_throughput": {
+            "speed": at | {"sequences_per_second": {"naive": 50.0, "o": 160.0}, "ratio": {"naive": 1.0, "o": 3.2}},
+            "accuracy": at | {"runs": {"naive": {"accuracy": [0.8, 0.86]}, "ours": {"accuracy": [0.8, 0.87]}}},
+        },
+        "dataparallel": at | {"batches": {"8": {"times_one_device": {"one device": 1.0, "DDP": 0.5}}}},
+        "pipeline": at | {
+            "baseline": "alone 1", "best": {"hand": "hand 1f1b 4"}, "configurations": {
+                "hand 1f1b 4": {"median_seconds": 1.0, "speedup": 1.5, "bubble": 0.2},
+                "alone 1": {"median_seconds": 1.5, "speedup": 1.0},
+            },
+        },
+    }  # fmt: skip
+    for name, values in found.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    html = report.write(tmp_path).read_text()
+    assert "Not of the form" not in html
+    assert html.count("<img") == 3
+    assert html.count(">met</td>") == 2  # 3.2 of 3, 1.5 of 1.45
+    assert "0.8700" in html
+
+
 def test_verdicts(tmp_path: Path) -> None:
     """A claim is met or not by the figures in the file, and by nothing else."""
     found = json.loads((RESULTS / "imagenet_throughput.json").read_text())
@@ -119,12 +148,29 @@ def test_a_peer_that_was_not_there_is_named() -> None:
     assert ">met</td>" not in html
 
 
+def test_a_benchmark_that_cannot_run_and_one_that_fails(tmp_path: Path) -> None:
+    """Exit code 2 is a benchmark that is not for this machine, with its own words; any other is a failure."""
+    cannot, fails = Benchmark("soak", "", "soak", "--epochs 0"), Benchmark("none", "", "none")
+    runs = [every.run(each, every.Args(out=tmp_path), {})[0] for each in (cannot, fails)]
+    assert (runs[0].state, runs[0].why) == ("skipped", "error: --epochs 0: give at least 1")
+    assert runs[1].state == "failed"
+    assert "No module named benchmarks.none" in runs[1].why
+
+
+def test_programs_that_nobody_described_run_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every, "BENCHMARKS", [each for each in BENCHMARKS if each.module != "soak"])
+    (found,) = (benchmark for benchmark in every.known() if benchmark.result == "soak")
+    assert every.words(found, every.Args(quick=True), {})[:2] == ["-m", "benchmarks.soak"]
+    assert [each.module for each in every.known()].count("pipeline") == 2  # speed and memory
+    assert not {each.module for each in every.known()} & set(every.HELPERS)
+
+
 def test_all_programs(programs: Programs, tmp_path: Path) -> None:
     """The quick mode: what needs data and peers is skipped by name, what runs leaves results, and the page has both."""
     peer = tmp_path / "not-there"
     done = programs.run("-m", "benchmarks.all", "--quick", "--peer", peer, "--out", tmp_path, "--only",
                         "mnist_time_to_accuracy", "imagenet_throughput", "scaling", limit=200)  # fmt: skip
-    assert f"warning: PEER {peer}: no such folder" in done.stderr
+    assert f"warning: PEER {peer}: not there" in done.stderr
     runs = {one["name"]: one for one in json.loads((tmp_path / "bench.json").read_text())["runs"]}
     assert {name: one["state"] for name, one in runs.items()} == {
         "mnist_time_to_accuracy": "skipped", "imagenet_throughput": "skipped", "scaling": "done",
