@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import all as every
-from benchmarks import report
-from benchmarks.registry import BENCHMARKS, Benchmark
+from benchmarks import charts, report
+from benchmarks.registry import BENCHMARKS, Benchmark, scaling
 from tests.browser import Browser
 from tests.conftest import ROOT, Programs
 
@@ -123,6 +123,21 @@ def test_results_of_other_machines(tmp_path: Path) -> None:
     assert html.count("<img") == 3
     assert html.count(">met</td>") == 2  # 3.2 of 3, 1.5 of 1.45
     assert "0.8700" in html
+
+
+def test_what_was_measured_and_what_was_calculated_look_different() -> None:
+    found = json.loads((RESULTS / "scaling.json").read_text())
+    for chart in (charts.step_chart(found), charts.exchange_chart(found)):
+        drawn = chart.axes[0].get_lines()
+        assert len(drawn) > 5
+        for line in drawn:
+            measured = str(line.get_label()).endswith("measured")
+            assert measured == (line.get_linestyle() == "-") == (line.get_markerfacecolor() != "white")
+            assert not measured or max(line.get_xdata()) <= 4
+    rows = {
+        cell for table in scaling(found).tables if "calculated" in table.title for row in table.rows for cell in row
+    }
+    assert {"8", "64", "512", "100 Gb/s", "400 Gb/s"} <= rows
 
 
 def test_verdicts(tmp_path: Path) -> None:
