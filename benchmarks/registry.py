@@ -318,14 +318,14 @@ BENCHMARKS = (
     ),
     Benchmark(
         "pipeline", "A pipeline of two processes against one core", "pipeline", "",
-        "--rounds 1 -a resnet18 --image-size 32 -b 4 --micro-batches 2 4", claims=(
+        "--rounds 1 -a resnet18 --image-size 32 -b 8 --micro-batches 2 4", claims=(
             Claim("two stages on two cores, ours, against one core", 1.45,
                   lambda found: found["configurations"][found["best"]["hand"]]["speedup"]),
         ), view=pipeline,
     ),
     Benchmark(
         "pipeline_memory", "Activations kept by the stages of a pipeline", "pipeline", "--nproc 4 --memory",
-        "-a resnet18 --image-size 32 -b 8", claims=(
+        "-a resnet18 --image-size 32 -b 16", claims=(
             Claim("GPipe keeps more activations in the first of 4 stages than 1F1B", 1,
                   lambda found: found["bytes"]["GPipe"][0] / found["bytes"]["1F1B"][0]),
         ), view=pipeline_memory,
