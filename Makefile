@@ -5,7 +5,7 @@ OUT := runs/mnist_ddp_spawn
 
 EXAMPLES := $(patsubst examples/%/train.py,%,$(wildcard examples/*/train.py))
 
-.PHONY: help setup demo test doctor images e2e docs constraints clean
+.PHONY: help setup demo test doctor images e2e docs bench report constraints clean
 
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
@@ -14,6 +14,9 @@ help:
 	@echo "make images  build the images with docker or podman (BASE_IMAGE=... on another base than CUDA's)"
 	@echo "make e2e     build the images on a minimal Debian and run the examples in containers"
 	@echo "make docs    set up and build the documentation, in English and Chinese, into site"
+	@echo "make bench   set up and run every benchmark that this machine can, and make the report of them:"
+	@echo "             make bench PEER=../examples MNIST=DIR IMAGES=DIR CSV=FILE VOCAB=FILE; QUICK=1 ONLY=scaling to try it"
+	@echo "make report  the page of the benchmarks from the results that are there"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
 
@@ -46,12 +49,22 @@ e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
 e2e: setup
 	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base
 	@$(BIN)/python -m pytest --timeout 600 --durations 0 tests/e2e
+
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: setup
 	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml
 	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.zh.yml
 	@echo "open site/index.html"
+
+# PEER is a checkout of pytorch/examples, MNIST and IMAGES are folders of data, CSV and VOCAB files of reviews and of a BERT:
+# what is not given is skipped, by name in the report.
+bench: setup
+	@$(BIN)/python -m benchmarks.all $(if $(PEER),--peer "$(PEER)") $(if $(MNIST),--mnist "$(MNIST)") \
+		$(if $(IMAGES),--images "$(IMAGES)") $(if $(CSV),--csv "$(CSV)") $(if $(VOCAB),--vocab "$(VOCAB)") \
+		$(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick) $(if $(RESULTS),--out "$(RESULTS)")
+report: setup
+	@$(BIN)/python -m benchmarks.report
 
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup

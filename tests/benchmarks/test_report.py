@@ -1,0 +1,206 @@
+"""The report: made from JSON files alone, whichever there are, and opened in a real browser."""
+
+import json
+import re
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import all as every
+from benchmarks import charts, report
+from benchmarks.registry import BENCHMARKS, Benchmark, scaling
+from tests.browser import Browser
+from tests.conftest import ROOT, Programs
+
+RESULTS = ROOT / "benchmarks/results"
+HIDDEN = "[...document.images].filter(each => !(each.complete && each.naturalWidth > 200)).length"
+WIDEST = "Math.max(...[...document.querySelectorAll('*')].map(each => each.getBoundingClientRect().right))"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+def text_of(html: str) -> str:
+    """The page without its charts."""
+    return re.sub(r'src="data:[^"]*"', "", html)
+
+
+def test_the_committed_report_is_that_of_the_committed_results() -> None:
+    written = (RESULTS / "report.html").read_text()
+    assert text_of(written) == text_of(report.page(report.load(RESULTS))), "run: python -m benchmarks.report"
+    assert len(written) < 1_500_000
+
+
+def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    """At the width of a phone and of a desk: no complaint, no request, all charts, nothing beyond the edge."""
+    file = report.write(RESULTS, tmp_path / "report.html")
+    for width in (390, 1280):
+        browser.open(file, width)
+        assert browser.value("window.innerWidth") == width
+        assert browser.complaints == []
+        assert [url for url in browser.requests if not url.startswith("data:")] == [file.as_uri()]
+        assert browser.value("document.images.length") >= 8
+        assert browser.value(HIDDEN) == 0
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        assert browser.value(WIDEST) <= width
+        assert browser.value("[...document.images].every(each => each.alt)")
+
+
+def test_the_browser_sees_what_is_wrong(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text('<meta name="viewport" content="width=device-width"><img src="none.png">'
+                    "<p style='width:900px'>x</p><script>console.error('this'); missing()</script>")  # fmt: skip
+    browser.open(page, 390)
+    complaints = " ".join(browser.complaints)
+    assert "this" in complaints
+    assert "missing is not defined" in complaints
+    assert browser.value(HIDDEN) == 1
+    assert browser.value(WIDEST) > 390
+
+
+def test_nothing_measured(tmp_path: Path) -> None:
+    html = report.write(tmp_path).read_text()
+    shown = report.shown({})
+    assert {"allreduce", "scaling"} <= {benchmark.result for benchmark in shown} <= {b.result for b in BENCHMARKS}
+    for benchmark in shown:
+        assert f"there is no {benchmark.result}.json" in html
+        assert benchmark.command in html
+    assert html.count(">not measured</td>") == sum(len(benchmark.claims) for benchmark in shown)
+    assert "<img" not in html
+
+
+@pytest.mark.parametrize("missing", ["allreduce", "imagenet_throughput", "scaling"])
+def test_some_results_are_missing(tmp_path: Path, missing: str) -> None:
+    for file in RESULTS.glob("*.json"):
+        if file.stem != missing:
+            shutil.copy(file, tmp_path)
+    html = report.write(tmp_path).read_text()
+    assert f"there is no {missing}.json" in html
+    assert html.count("<img") >= 4
+
+
+def test_results_that_nobody_described(tmp_path: Path) -> None:
+    found = {
+        "date": "2026-01-01", "machine": {"cpu": "<b>x</b>", "cores": 2, "memory_gib": 4.0, "gpus": []},
+        "versions": {"python": "3"}, "ways": [{"one": {"seconds": [1.0, 4.0, 2.0]}}], "accuracy": 0.75, "flag": True,
+    }  # fmt: skip
+    (tmp_path / "new.json").write_text(json.dumps(found))
+    (tmp_path / "mnist_time_to_accuracy.json").write_text(json.dumps(found))  # of a form that is not known
+    html = report.write(tmp_path).read_text()
+    row = ('<td data-head="what">ways / 0 / one / seconds</td><td data-head="value or median">2</td>'
+           '<td data-head="range">1 to 4</td><td data-head="samples">3</td>')  # fmt: skip
+    assert html.count(row) == 2
+    assert "&lt;b&gt;x&lt;/b&gt;" in html
+    assert "Not of the form that this report knows" in html
+    assert html.count("<img") == 2
+
+
+def test_results_of_other_machines(tmp_path: Path) -> None:
+    """Charts of results that are not in this folder: of reviews, of DataParallel, and of a pipeline's speed."""
+    at = {"date": "2026-01-01", "machine": {"cpu": "x", "cores": 2, "memory_gib": 4.0, "gpus": ["G", "G"]}}
+    found = {
+        "bert_throughput": {
+            "speed": at | {"sequences_per_second": {"naive": 50.0, "o": 160.0}, "ratio": {"naive": 1.0, "o": 3.2}},
+            "accuracy": at | {"runs": {"naive": {"accuracy": [0.8, 0.86]}, "ours": {"accuracy": [0.8, 0.87]}}},
+        },
+        "dataparallel": at | {"batches": {"8": {"times_one_device": {"one device": 1.0, "DDP": 0.5}}}},
+        "pipeline": at | {
+            "baseline": "alone 1", "best": {"hand": "hand 1f1b 4"}, "configurations": {
+                "hand 1f1b 4": {"median_seconds": 1.0, "speedup": 1.5, "bubble": 0.2},
+                "alone 1": {"median_seconds": 1.5, "speedup": 1.0},
+            },
+        },
+    }  # fmt: skip
+    for name, values in found.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(values))
+    html = report.write(tmp_path).read_text()
+    assert "Not of the form" not in html
+    assert html.count("<img") == 3
+    assert html.count(">met</td>") == 2  # 3.2 of 3, 1.5 of 1.45
+    assert "0.8700" in html
+
+
+def test_what_was_measured_and_what_was_calculated_look_different() -> None:
+    found = json.loads((RESULTS / "scaling.json").read_text())
+    for chart in (charts.step_chart(found), charts.exchange_chart(found)):
+        drawn = chart.axes[0].get_lines()
+        assert len(drawn) > 5
+        for line in drawn:
+            measured = str(line.get_label()).endswith("measured")
+            assert measured == (line.get_linestyle() == "-") == (line.get_markerfacecolor() != "white")
+            assert not measured or float(np.max(line.get_xdata())) <= 4
+    rows = {
+        cell for table in scaling(found).tables if "calculated" in table.title for row in table.rows for cell in row
+    }
+    assert {"8", "64", "512", "100 Gb/s", "400 Gb/s"} <= rows
+
+
+def test_verdicts(tmp_path: Path) -> None:
+    """A claim is met or not by the figures in the file, and by nothing else."""
+    found = json.loads((RESULTS / "imagenet_throughput.json").read_text())
+    for ratio, verdict in ((1.99, "NOT met"), (2.0, "met")):
+        found["input"]["medians"]["ours, uint8"]["peer_ratio"] = ratio
+        (tmp_path / "imagenet_throughput.json").write_text(json.dumps(found))
+        html = report.write(tmp_path).read_text()
+        assert re.search(rf"straight from JPEGs.*>at least 2 times<.*>{ratio:.3g} times<.*>{verdict}<", html)
+
+
+def test_a_peer_that_was_not_there_is_named() -> None:
+    found = json.loads((RESULTS / "mnist_time_to_accuracy.json").read_text())
+    line = "Skipped: the peer pytorch/examples mnist"
+    assert line not in report.page({"mnist_time_to_accuracy": found})
+    del found["medians"]["pytorch/examples mnist"]
+    for name in ("ours, 1 process", "ours, 2 processes"):
+        found["medians"][name] |= {"peer_ratio": None, "peer_ratio_per_round": []}
+    html = report.page({"mnist_time_to_accuracy": found})
+    assert line in html
+    assert "sooner than the peer</td>" in html
+    assert ">met</td>" not in html
+
+
+def test_a_benchmark_that_cannot_run_and_one_that_fails(tmp_path: Path) -> None:
+    """Exit code 2 is a benchmark that is not for this machine, with its own words; any other is a failure."""
+    cannot, fails = Benchmark("soak", "", "soak", "--epochs 0"), Benchmark("none", "", "none")
+    runs = [every.run(each, every.Args(out=tmp_path), {})[0] for each in (cannot, fails)]
+    assert (runs[0].state, runs[0].why) == ("skipped", "error: --epochs 0: give at least 1")
+    assert runs[1].state == "failed"
+    assert "No module named benchmarks.none" in runs[1].why
+
+
+def test_programs_that_nobody_described_run_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(every, "BENCHMARKS", [each for each in BENCHMARKS if each.module != "soak"])
+    (found,) = (benchmark for benchmark in every.known() if benchmark.result == "soak")
+    assert every.words(found, every.Args(quick=True), {})[:2] == ["-m", "benchmarks.soak"]
+    assert [each.module for each in every.known()].count("pipeline") == 2  # speed and memory
+    assert not {each.module for each in every.known()} & set(every.HELPERS)
+
+
+def test_all_programs(programs: Programs, tmp_path: Path) -> None:
+    """The quick mode: what needs data and peers is skipped by name, what runs leaves results, and the page has both."""
+    peer = tmp_path / "not-there"
+    done = programs.run("-m", "benchmarks.all", "--quick", "--peer", peer, "--out", tmp_path, "--only",
+                        "mnist_time_to_accuracy", "imagenet_throughput", "scaling", limit=200)  # fmt: skip
+    assert f"warning: PEER {peer}: not there" in done.stderr
+    runs = {one["name"]: one for one in json.loads((tmp_path / "bench.json").read_text())["runs"]}
+    assert {name: one["state"] for name, one in runs.items()} == {
+        "mnist_time_to_accuracy": "skipped", "imagenet_throughput": "skipped", "scaling": "done",
+    }  # fmt: skip
+    assert runs["mnist_time_to_accuracy"]["why"] == "MNIST was not given, or is not there"
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert {ranks: {way: len(samples) for way, samples in ways.items()} for ranks, ways in found["steps"].items()} == {
+        ranks: dict.fromkeys(("compute", "flat", "ring", "ddp", "pipeline"), 1) for ranks in ("1", "2")
+    }
+    assert found["fit"]["dist.all_reduce"]["beta"] > 0
+    assert [(row["ranks"], row["gigabits"]) for row in found["extrapolation"][:3]] == [(8, 100), (64, 100), (512, 100)]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    html = (tmp_path / "report.html").read_text()
+    assert "MNIST was not given, or is not there" in html
+    assert html.count("<img") == 2
+    wrong = programs.run("-m", "benchmarks.all", "--only", "nothing", code=2)
+    assert "error: --only nothing: there are allreduce" in wrong.stderr
