@@ -50,12 +50,22 @@ def test_commands_run(programs: Programs, tmp_path: Path, free_port: int, page: 
     assert "Traceback" not in done.stderr
 
 
+def expanded(commands: list[str]) -> list[str]:
+    """The commands of a block, with the variables that it sets itself (`run="-m module"`, then `$run`) put in."""
+    found, variables = [], dict[str, str]()
+    for command in commands:
+        found.append(re.sub(r"\$(\w+)", lambda name: variables.get(name[1], name[0]), command))
+        if assigned := re.fullmatch(r'(\w+)=(?:"([^"]*)"|(\S*))', found[-1]):
+            variables[assigned[1]] = assigned[2] or assigned[3] or ""
+    return found
+
+
 def written(pages: list[Path]) -> set[str]:
     """Every command in the pages that starts a program or make: in a block (run or not), or between backticks."""
     found: set[str] = set()
     for page in pages:
         text = page.read_text()
-        pieces = [command for block in shell_blocks(text) for command in block.commands]
+        pieces = [command for block in shell_blocks(text) for command in expanded(block.commands)]
         pieces += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
         for piece in pieces:
             found.update(part.strip(" \"'") for part in re.split(r"[;&|]+|:::", piece))
@@ -129,6 +139,16 @@ def test_a_broken_command_is_seen(tmp_path: Path) -> None:
     page.write_text("```sh\nfalse\n```\n<!-- not run: reason -->\n```sh\nrm -rf x\n```\n")
     assert shell_blocks(page.read_text()) == [Shell("false\n", True), Shell("rm -rf x\n", False)]
     assert [code for _, _, code in to_run([page])] == ["false\n"]
+
+
+def test_a_flag_that_is_unknown_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('```sh\nrun="-m examples.one.train --good 1"\ntorchrun --nnodes 2 $run --out $HOME --bad 1\n```\n')
+    (command,) = written([page])
+    assert command == "torchrun --nnodes 2 -m examples.one.train --good 1 --out $HOME --bad 1"
+    program = "examples.one.train"
+    assert unknown_flags(command, {"torchrun": {"--nnodes"}, program: {"--good", "--out"}}) == ["--bad"]
+    assert unknown_flags(command, {"torchrun": {"--out"}, program: {"--good", "--out", "--bad"}}) == ["--nnodes"]
 
 
 def test_a_command_runs_once(tmp_path: Path) -> None:
