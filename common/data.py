@@ -340,11 +340,22 @@ class Batches:
 
 
 def _unwrapped(loader: "DataLoader[Any]") -> Iterator[Any]:
-    """The batches; a user's mistake that a worker process found is raised without the worker's traceback."""
+    """The batches; a user's mistake that a worker process found is raised without the worker's traceback.
+
+    Raises:
+        UserError: that, or that no batch comes.
+    """
     try:
         yield from loader
     except UserError as error:
         raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
+    except RuntimeError as error:
+        if "DataLoader timed out" not in str(error):
+            raise
+        raise UserError(
+            f"no batch came from the loader's workers within {loader.timeout:g} s: see what they printed above; in a "
+            f"container, /dev/shm may be too small (--shm-size 1g), and --workers 0 needs none"
+        ) from None
 
 
 def train_loader(
@@ -379,6 +390,8 @@ def _loader(dataset: Any, world: World, workers: int | None, **order: Any) -> "D
         dataset,
         **order,
         num_workers=workers,
+        # A batch that a worker could not hand over would be waited for without end.
+        timeout=world.timeout.total_seconds() if workers else 0,
         # Forked workers share the list of files, and start at once; spawned ranks would start them as they were.
         multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         collate_fn=_as_it_is,

@@ -54,7 +54,8 @@ def name_of(token: str) -> str:
 
 
 def possible(words: list[str], env: dict[str, str]) -> bool:
-    return words[0] == "-m" and not any(name.startswith(READ_AT_IMPORT) for name in env)
+    modules = 2 if words[1] == "torch.distributed.run" else 1  # torchrun's workers may be scripts, which are not
+    return words[0] == "-m" and words.count("-m") == modules and not any(n.startswith(READ_AT_IMPORT) for n in env)
 
 
 class Warm(subprocess.Popen[str]):

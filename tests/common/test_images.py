@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -40,7 +41,8 @@ NUMERICS = Numerics(torch.device("cpu"), "fp32", True, False, False)
 
 
 def rank(number: int, size: int) -> World:
-    return cast("World", SimpleNamespace(rank=number, size=size, device=torch.device("cpu"), cores=2))
+    known = {"device": torch.device("cpu"), "cores": 2, "timeout": timedelta(seconds=60)}
+    return cast("World", SimpleNamespace(rank=number, size=size, **known))
 
 
 @pytest.fixture(scope="module")
@@ -192,12 +194,13 @@ def test_a_broken_image_ends_the_run_with_its_name_or_is_replaced(drawn: Path, t
 LEFT_OPEN = """
 import sys
 import torch
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace as Some
 from common.data import eval_batches
 from common.images import ImageFolder
 numbers = Some(device=torch.device("cpu"), images=lambda images: images)
-world = Some(rank=0, size=1, device=numbers.device)
+world = Some(rank=0, size=1, device=numbers.device, timeout=timedelta(seconds=60))
 batches = iter(eval_batches(ImageFolder(Path(sys.argv[1]), 32, training=False), 4, world, numbers, 2))
 next(batches)
 raise SystemExit(3)
