@@ -20,6 +20,7 @@ from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step,
 TRAIN = ("-m", "examples.gan_ddp.train")
 TORCHRUN = ("-m", "torch.distributed.run")
 SMALL = ("--epochs", 3, "--batch-size", 24, "--precision", "fp32")
+LONG = (*TRAIN, "--epochs", 20)
 Networks = tuple[dict[str, Tensor], list[float], float]
 
 
@@ -110,16 +111,16 @@ def test_mutation_noise_of_a_rank(programs: Programs, tmp_path: Path, small: Pat
 
 @pytest.fixture(scope="module")
 def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """A run of 60 epochs with two processes that nobody disturbs."""
+    """A run of 20 epochs with two processes that nobody disturbs."""
     out = tmp_path_factory.mktemp("undisturbed")
-    shared_programs.run(*TRAIN, "--nproc", 2, "--out", out)
+    shared_programs.run(*LONG, "--nproc", 2, "--out", out)
     return result(out) | {"losses": losses(out), "out": out}
 
 
 def test_the_contract(undisturbed: Result) -> None:
     expected = {
         "example": "gan_ddp", "world_size": 2, "device": "cpu", "dataset": "digits", "train_samples": 1436,
-        "epochs": 60, "steps": 720, "global_batch": 120,
+        "epochs": 20, "steps": 240, "global_batch": 120,
     }  # fmt: skip
     assert {name: undisturbed[name] for name in expected} == expected
     out = undisturbed["out"]
@@ -134,8 +135,8 @@ def test_the_contract(undisturbed: Result) -> None:
     # What the training has learnt: far nearer to real images than noise is, or the mean image, or the start.
     untrained = Generator(8, 32)
     with torch.no_grad():
-        assert distance < 0.25 * frechet_distance(untrained(noise(1000, 32, 1)), real)
-    assert distance < 0.25 * frechet_distance(real.mean(0, keepdim=True).expand_as(real), real)
+        assert distance < 0.4 * frechet_distance(untrained(noise(1000, 32, 1)), real)
+    assert distance < 0.4 * frechet_distance(real.mean(0, keepdim=True).expand_as(real), real)
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     with Image.open(out / "samples.png") as picture:
         assert picture.size == (4 * 100, 4 * 100)  # 10 x 10 images of 8 x 8 with a border of 1
@@ -150,20 +151,20 @@ def test_frechet_distance() -> None:
 
 
 def test_torchrun_trains_the_same(programs: Programs, tmp_path: Path, undisturbed: Result) -> None:
-    programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, *TRAIN, "--out", tmp_path)
+    programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, *LONG, "--out", tmp_path)
     assert result(tmp_path)["parameter_hash"] == undisturbed["parameter_hash"]
 
 
 def test_killed_and_resumed_is_bit_identical(
     programs: Programs, tmp_path: Path, undisturbed: Result, eventually: Eventually
 ) -> None:
-    flags = (*TRAIN, "--nproc", 2, "--checkpoint-every", 7, "--out", tmp_path, "--resume", "auto")
+    flags = (*LONG, "--nproc", 2, "--checkpoint-every", 7, "--out", tmp_path, "--resume", "auto")
     process = programs.start(*flags)
-    eventually(lambda: newest_step(tmp_path) >= 100, 100, "step 100")
+    eventually(lambda: newest_step(tmp_path) >= 50, 100, "step 50")
     programs.kill()
     process.communicate()
     process = programs.start(*flags)
-    eventually(lambda: newest_step(tmp_path) >= 300, 100, "step 300")
+    eventually(lambda: newest_step(tmp_path) >= 130, 100, "step 130")
     process.send_signal(signal.SIGTERM)
     done = programs.finish(process, 143)
     assert re.fullmatch(
