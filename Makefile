@@ -34,9 +34,9 @@ setup: .venv/.ready
 demo: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn.train --nproc 2 --out $(OUT)
 
-# Two environments at a time: starting a process keeps one core busy, and the tests start hundreds.
+# One environment after the other: the tests of faults have bounds in seconds, and most start several processes.
 test: setup
-	@$(BIN)/tox run-parallel --parallel 2 --parallel-no-spinner
+	@$(BIN)/tox run
 
 doctor: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m common.doctor $(ARGS)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
+from tests.faults.test_restarts import SLOW
 from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, mutated, newest_step, result
 
 MNIST = ("-m", "examples.mnist_ddp_spawn.train")
-BERT, PIPELINE = "examples.bert_dp.train", "examples.resnet_pipeline.train"
 SOME_STEPS = ("--checkpoint-every", 5, "--timeout", 4)
 ENDLESS = {  # every example that has ranks which wait for each other
     "mnist_ddp_spawn": (*MNIST, "--epochs", 5000, "--nproc", 3, *SOME_STEPS),
@@ -39,7 +39,7 @@ def test_a_rank_that_hangs_is_named(programs: Programs, tmp_path: Path, example:
     os.kill(programs.worker(1), signal.SIGSTOP)
     started = time.monotonic()
     done = programs.finish(process, 1)
-    assert time.monotonic() - started < 4 + 5
+    assert time.monotonic() - started < 4 + 5 * SLOW
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1, done.stderr
     named = re.match(r"error: rank \d: lost another process \(no word from rank 1 in step (\d+), or while", lines[0])
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_is_named(
     started = time.monotonic()
     os.kill(programs.worker(2), signal.SIGKILL)
     done = programs.finish(process, 1)
-    assert time.monotonic() - started < 2 + 2
+    assert time.monotonic() - started < 4 * SLOW
     assert "error: the process with local rank 2 was ended by SIGKILL (out of memory?)" in done.stderr
     assert "Traceback" not in done.stderr
     assert programs.gone(within=2)
@@ -71,7 +71,7 @@ def test_a_rank_that_returns_early_ends_the_others(programs: Programs, tmp_path:
     )
     started = time.monotonic()
     done = programs.run(*MNIST, "--nproc", 3, "--dataset", small, "--out", tmp_path / "out", cwd=broken, code=1)
-    assert time.monotonic() - started < 15, "with starting"
+    assert time.monotonic() - started < 15 * SLOW, "with starting"
     assert re.search(r"error: rank [02]: lost another process \(.*no word from rank .*1", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out" / "result.json").exists()

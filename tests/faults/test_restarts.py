@@ -19,6 +19,7 @@ TRAIN = ("-m", "examples.imagenet_ddp.train")
 # 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
 FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
 STEPS, EVERY = 108, 3
+SLOW = 2  # times: the bounds are those of a machine that does nothing else
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 
 
@@ -107,11 +108,11 @@ def test_a_node_is_lost_and_comes_back(
     second.wait()
     started = time.monotonic()
     eventually(lambda: said("continuing with 1 node(s), world 2 -> 1"), 60, "training with one node")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 15 * SLOW
     second = agent(programs, free_port, tiny, tmp_path, *more)
     started = time.monotonic()
     eventually(lambda: said("continuing with 2 node(s), world 1 -> 2"), 60, "training with two nodes")
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 20 * SLOW
     stopped = newest_step(tmp_path)
     eventually(lambda: newest_step(tmp_path) > stopped + 9, 60, "training")
     for node in (first, second):
@@ -136,7 +137,7 @@ def test_workers_end_with_their_agent(
     eventually(lambda: newest_step(tmp_path) >= 6, 60, "step 6")
     node.kill()
     node.wait()
-    assert programs.gone(within=5)
+    assert programs.gone(within=5 * SLOW)
 
 
 def test_the_rendezvous_host_is_lost(
@@ -153,7 +154,7 @@ def test_the_rendezvous_host_is_lost(
         os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
     assert other.wait(20) != 0
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 5 * SLOW
     assert "lost another process (" in (tmp_path / "log").read_text()
     host.wait()
     nodes = [agent(programs, free_port, tiny, tmp_path, "--resume", "auto", folder, nodes="2") for _ in range(2)]
