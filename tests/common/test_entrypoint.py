@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -166,7 +165,15 @@ def children(pid: int) -> list[entrypoint.Process]:
     return found
 
 
-def test_the_end_for_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+WITH_COUNTERS = """
+import os, sys
+from common import entrypoint
+entrypoint.MEMORY_EVENTS = sys.argv[1:3]
+sys.exit(entrypoint.main(["--", "sh", "-c", sys.argv[3]], os.environ))
+"""
+
+
+def test_the_end_for_memory_is_named(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's counter, of either version of control groups, is emulated: a test cannot set a limit."""
     monkeypatch.setattr(entrypoint, "MEMORY_EVENTS", (tmp_path / "memory.events", tmp_path / "oom_control"))
     assert entrypoint.oom_kills() == 0
@@ -174,8 +181,8 @@ def test_the_end_for_memory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     counter.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     assert entrypoint.oom_kills() == 3
     command = f"echo oom_kill 4 > {counter}; {noted(RETRY, processes=2)} exit 1"
-    assert entrypoint.main(["--", "sh", "-c", command], os.environ) == 137
-    assert "the kernel ended 1 process(es): the memory limit of the container was reached" in capfd.readouterr().err
+    done = programs.run("-c", WITH_COUNTERS, tmp_path / "memory.events", counter, command, code=137)
+    assert "the kernel ended 1 process(es): the memory limit of the container was reached" in done.stderr
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
@@ -193,7 +200,7 @@ def test_torchrun_with_the_codes_of_its_workers(
 
     def at_step(step: int) -> subprocess.Popen[str]:
         process = programs.start(*job, "--epochs", "1000", "--checkpoint-every", "5", cold=True)
-        eventually(lambda: newest_step(tmp_path) >= step, 60, "a checkpoint")
+        eventually(lambda: newest_step(tmp_path) >= step, 120, "a checkpoint")
         return process
 
     process = at_step(5)
