@@ -122,7 +122,7 @@ def test_what_a_command_leaves_behind_is_ended(programs: Programs) -> None:
         "import os, signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "subprocess.Popen(['sleep', '600'], start_new_session=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    programs.run(*ENTRY, "--", PYTHON, "-c", program, code=137, cold=True, limit=30)
+    programs.run(*ENTRY, "--", PYTHON, "-c", program, code=137, cold=True, limit=60)
     assert programs.gone(within=0.1)
 
 
@@ -134,7 +134,7 @@ SUPERVISOR = (  # its worker has ended and left a note; it never asks about it, 
 
 def test_a_supervisor_that_does_not_notice_the_end_of_its_worker_is_ended(programs: Programs) -> None:
     stuck = SUPERVISOR.format(code=RETRY, more="exit 1", seconds=60)
-    done = programs.run(*ENTRY, "--stuck", "0.5", "--", PYTHON, "-c", stuck, code=RETRY, cold=True, limit=20)
+    done = programs.run(*ENTRY, "--stuck", "0.5", "--", PYTHON, "-c", stuck, code=RETRY, cold=True, limit=60)
     assert re.search(r"^error: all workers ended 0.5 s ago and \S+ has not noticed: killed$", done.stderr, re.MULTILINE)
 
 
@@ -189,6 +189,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 SMALL = ("-m", "examples.manual_allreduce_sgd.train", "--algorithm", "flat", "--resume", "auto")
 
 
+@pytest.mark.timeout(600)
 def test_torchrun_with_the_codes_of_its_workers(
     programs: Programs, tmp_path: Path, free_port: int, eventually: Eventually
 ) -> None:
@@ -200,7 +201,7 @@ def test_torchrun_with_the_codes_of_its_workers(
 
     def at_step(step: int) -> subprocess.Popen[str]:
         process = programs.start(*job, "--epochs", "1000", "--checkpoint-every", "5", cold=True)
-        eventually(lambda: newest_step(tmp_path) >= step, 120, "a checkpoint")
+        eventually(lambda: newest_step(tmp_path) >= step, 180, "a checkpoint")
         return process
 
     process = at_step(5)
