@@ -663,7 +663,7 @@ def test_a_pretrained_model_is_fine_tuned_offline(programs: Programs, tmp_path: 
         for program in (TRAIN, TRAINER):
             out = tmp_path / program[1]
             programs.run(*program, "--model", folder, "--epochs", 1, "--out", out, env=hub, cold=True)
-            assert result(out)["metrics"]["accuracy"] >= 0.8, "it has learned before"
+            assert result(out)["metrics"]["accuracy"] > 0.7, "it has learned before; from scratch it would be 0.5"
         programs.run(*PREDICT, "--model", folder, "--text", GOOD, "--pipeline", env=hub, cold=True)
         server.shutdown(socket.SHUT_RDWR)
     assert asked == []
