@@ -303,8 +303,12 @@ def _set_aside(newer: list[Path], world: World) -> None:
 
 def _files(folder: Path) -> list[Path]:
     """The checkpoints of a folder, newest first."""
-    found = [path for path in folder.glob("step-*.pt") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (_step(path), path.stat().st_mtime_ns), reverse=True)
+    found = []
+    for path in folder.glob("step-*.pt"):
+        if NAME.fullmatch(path.name):
+            with contextlib.suppress(FileNotFoundError):  # the main rank has just deleted it, or moved it aside
+                found.append((_step(path), path.stat().st_mtime_ns, path))
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def _step(path: Path) -> int:
