@@ -65,6 +65,7 @@ class Report:
         self._losses: list[Tensor] = []
         self._last_step = self._samples = 0
         self.seconds = {"startup": 0.0, "train": 0.0, "eval": 0.0, "input": 0.0}
+        self._evaluated = time.perf_counter()  # at the last line of `epoch`
         self._logged = (time.perf_counter(), 0, 0.0)  # time, samples, seconds of input at the last line of `progress`
         if not self.world.is_main:
             return
@@ -256,7 +257,10 @@ class Report:
             return
         known = {name: value for name, value in evaluation.metrics.items() if value is not None}
         shown = {"test loss": evaluation.loss, **known}
-        self.log(f"{label}: " + ", ".join(f"{name} {value:.4f}" for name, value in shown.items()))
+        now = time.perf_counter()
+        before, self._evaluated = self._evaluated, now
+        numbers = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        self.log(f"{label}: {numbers} ({now - before:.1f} s)")
         if record:
             self.scalars(
                 step, {"loss/test": evaluation.loss} | {f"test/{name}": value for name, value in known.items()}
@@ -334,7 +338,9 @@ class Report:
             "final_loss": next((v["loss/train"] for _, v in reversed(self._scalars) if "loss/train" in v), None),
             "seconds": {name: round(value, 3) for name, value in {"total": total, **self.seconds}.items()},
             "versions": {
-                name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "scikit-learn")
+                name: importlib.metadata.version(name)
+                for name in ("torch", "torchvision", "numpy", "scikit-learn", "transformers")
+                if name != "transformers" or name in sys.modules
             }
             | {"python": sys.version.split()[0]},
         }
@@ -342,6 +348,10 @@ class Report:
         self._draw()
         metrics = values.get("metrics", {})
         score = f"accuracy {metrics['accuracy']:.4f}, " if "accuracy" in metrics else ""
+        for name, value in metrics.items():
+            if value is not None:
+                self.log(f"{name + ':':20}{value:.4f}")
+        self.log(f"{'seconds:':20}" + ", ".join(f"{name} {value:.1f}" for name, value in self.seconds.items()))
         for name, file in (
             ("curves", "curves.png"), ("TensorBoard events", "tensorboard"), ("predictions", "predictions.csv"),
             ("best model", "best.safetensors"),

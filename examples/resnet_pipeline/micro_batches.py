@@ -35,7 +35,7 @@ class Args:
     """Samples in a micro-batch."""
     sweep: tuple[int, ...] = ()
     """Split sizes to compare."""
-    image_size: Annotated[int, arg(metavar="PIXELS")] = 64
+    image_size: Annotated[int, arg(metavar="PIXELS")] = 160
     """Height and width of the images."""
     rounds: int = 3
     """Measurements of each; the median counts."""

@@ -1,6 +1,7 @@
 """Every image runs its example as hardened as the README shows; none holds more than it needs."""
 
 import json
+import re
 from collections.abc import Generator
 from pathlib import Path
 
@@ -104,22 +105,34 @@ def test_an_example_adds_little_to_the_base() -> None:
     assert {name: size for name, size in sizes.items() if size > sizes["base"] + 2e6} == {}
 
 
-def test_flags_mistakes_and_a_stop(containers: Containers, out: Path) -> None:
-    """Flags go to the program; a mistake ends with 2; `stop` lets it save; resumed, it ends with the same bits."""
+def test_flags_and_mistakes(containers: Containers, out: Path) -> None:
+    """Flags go to the program; a mistake ends with 2."""
     name = "mnist_ddp_spawn"
-    flags = ("--nproc", "2", "--epochs", "12", "--checkpoint-every", "2")
     said = containers.run("mistake", image(name), "--nproc", "2", "--batch-size", "7", code=2)
     assert "cannot be divided by 2 ranks" in said
     said = containers.run("no-volume", image(name), code=2)
     assert "cannot be written (Read-only file system): choose another folder" in said
 
-    containers.run("whole", image(name), *flags, "--out", "whole", out=out)
-    stopped = containers.start("stopped", image(name), *flags, "--out", "stopped", out=out)
+
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.manual_allreduce_sgd.train")
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "epochs"),
+    [("mnist_ddp_spawn", ("--nproc", "2"), "12"), ("manual_allreduce_sgd", TORCHRUN, "30")],
+    ids=["spawn", "torchrun"],
+)
+def test_stop_lets_it_save(containers: Containers, out: Path, name: str, program: tuple[str, ...], epochs: str) -> None:
+    """`docker stop` ends with 143 and a checkpoint; resumed from just that step, it ends with the same bits."""
+    words = (*program, "--epochs", epochs, "--checkpoint-every", "2")
+    containers.run("whole", image(name), *words, "--out", "whole", out=out)
+    stopped = containers.start("stopped", image(name), *words, "--out", "stopped", out=out)
     eventually(lambda: newest_step(out / "stopped") >= 4, 60, "a checkpoint")
     engine("stop", "--time", "60", stopped)
     said = containers.finish(stopped, code=143)
-    assert "stopped by SIGTERM: checkpoint at step" in said
-    containers.run("resumed", image(name), *flags, "--resume", "auto", "--out", "stopped", out=out)
+    (step,) = re.findall(r"stopped by SIGTERM: checkpoint at step (\d+); go on with --resume auto", said)
+    said = containers.run("resumed", image(name), *words, "--resume", "auto", "--out", "stopped", out=out)
+    assert f"at step {step}\n" in said.split("resumed from", 1)[1], "no step is done twice"
     assert result(out / "stopped")["parameter_hash"] == result(out / "whole")["parameter_hash"]
 
 

@@ -26,6 +26,7 @@ from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result
 
 JOB = ("-m", "tests.examples.pipeline_job")
 TRAIN = ("-m", "examples.resnet_pipeline.train")
+TORCHRUN = ("-m", "torch.distributed.run")
 # 30 images in batches of 8: three whole batches and one of 6, each in 3 micro-batches
 SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3, "--epochs", 2, "--lr", 0.001,
          "--norm", "group", "--precision", "fp32", "--threads", 1)  # fmt: skip
@@ -148,6 +149,24 @@ def test_however_it_is_cut_the_result_is_the_same(trained: dict[str, Path]) -> N
     assert all(0 < found[name]["bubble"] < 1 for name in ("3 gpipe", "2 zbv"))
 
 
+def test_two_nodes_under_torchrun_train_the_same(
+    programs: Programs, tmp_path: Path, trained: dict[str, Path], free_port: int
+) -> None:
+    """Two agents on loopback with a stage each."""
+    nodes = [
+        programs.start(
+            *TORCHRUN, "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", node, "--master-addr", "127.0.0.1",
+            "--master-port", free_port, *TRAIN, *SMALL, "--out", tmp_path,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    for node in nodes:
+        programs.finish(node)
+    found = result(tmp_path)
+    assert (found["launcher"], found["nodes"], found["stages"]) == ("torchrun", 2, 2)
+    assert found["parameter_hash"] == result(trained["1"])["parameter_hash"]
+
+
 def test_the_unsplit_model_loads_what_a_pipeline_leaves(trained: dict[str, Path]) -> None:
     out = trained["3 gpipe"]
     model = torchvision.models.resnet18(num_classes=10, norm_layer=lambda c: torch.nn.GroupNorm(32, c))
@@ -222,11 +241,19 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
 # ------------------------------------------------------------------------------------------------- the faults
 
 
-@pytest.mark.parametrize(("signum", "what"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "was silent for 4 s")])
+@pytest.mark.parametrize(
+    ("engine", "signum", "what"),
+    [
+        ("hand", signal.SIGKILL, r"stage 1 of 3 \(rank 1\) ended while stage "),
+        ("hand", signal.SIGSTOP, r"stage 1 of 3 \(rank 1\) was silent for 4 s while stage "),
+        ("torch", signal.SIGKILL, "a neighbour of stage [02] ended or fell silent: "),
+        ("torch", signal.SIGSTOP, "a neighbour of stage [02] ended or fell silent: "),
+    ],
+)
 def test_a_lost_stage_is_named_and_ends_all(
-    programs: Programs, tmp_path: Path, eventually: Eventually, signum: signal.Signals, what: str
+    programs: Programs, tmp_path: Path, eventually: Eventually, engine: str, signum: signal.Signals, what: str
 ) -> None:
-    flags = ("--epochs", 500, "--timeout", 4, "--checkpoint-every", 1)
+    flags = ("--epochs", 500, "--timeout", 4, "--checkpoint-every", 1, "--engine", engine)
     process = programs.start(*TRAIN, *SMALL, *flags, "--nproc", 3, "--out", tmp_path)
     eventually(lambda: newest_step(tmp_path) >= 2, 100, "step 2")
     started = time.monotonic()
@@ -236,9 +263,7 @@ def test_a_lost_stage_is_named_and_ends_all(
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: rank")]
     assert len(lines) == 1, done.stderr
     # by the stage that waits for it, or between the steps by whoever waits for all
-    assert re.search(rf"stage 1 of 3 \(rank 1\) {what} while stage |no word from rank 1(, 2)? in step ", lines[0]), (
-        lines[0]
-    )
+    assert re.search(rf"{what}|no word from rank 1(, 2)? in step ", lines[0]), lines[0]
     assert "Traceback" not in done.stderr
     assert programs.gone(within=2)
 
