@@ -36,17 +36,11 @@ def shell_blocks(text: str) -> list[Shell]:
 
 
 def translations() -> list[tuple[Path, Path]]:
-    """Every page in English and in Chinese. READMEs of examples may be translated."""
-    found = []
-    for page in PAGES:
-        if page.name == "README.md":
-            translated = page.with_name("README.zh-CN.md")
-            if page.parent.parent == ROOT / "examples" and not translated.exists():
-                continue
-        else:
-            translated = ROOT / "docs" / "zh" / page.name
-        found.append((page, translated))
-    return found
+    """Every page in English and in Chinese."""
+    folder = ROOT / "docs" / "zh"
+    return [
+        (page, page.with_name("README.zh-CN.md") if page.name == "README.md" else folder / page.name) for page in PAGES
+    ]
 
 
 def target(page: Path, link: str) -> str:

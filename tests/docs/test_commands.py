@@ -13,6 +13,7 @@ import pytest
 from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
 
+TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
 ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
 
 
@@ -114,24 +115,22 @@ def test_targets_exist() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
 def test_links_and_names_exist(page: Path) -> None:
-    """Pictures and files that a page links to are there, and so is what its feature table names."""
+    """Pictures and files that a page links to are there, and so are the tests and the functions that it names."""
     text = page.read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+    assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in TESTS] == []
     for names, module in re.findall(r"((?:`[\w.]+`(?:, | and )?)+) in `(common/\w+\.py)`", text):
         source = (ROOT / module).read_text()
         for name in re.findall(r"`([\w.]+)`", names):
             assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b", source), f"{name} is not in {module}"
 
 
-def test_the_page_of_faults_names_tests_that_exist() -> None:
+def test_the_page_of_faults_names_a_test_for_each() -> None:
     rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line.startswith("| ")][1:]
-    written = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(rows) > 20
     for row in rows:
-        names = re.findall(r"`(test_\w+)`", row.rsplit("|", 2)[1])
-        assert names, row
-        assert [name for name in names if f"def {name}(" not in written] == []
+        assert re.findall(r"`(test_\w+)`", row.rsplit("|", 2)[1]), row
 
 
 def test_a_broken_command_is_seen(tmp_path: Path) -> None:
