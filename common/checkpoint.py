@@ -160,12 +160,22 @@ class Checkpoints:
         made_by = found.state["world_size"]
         if made_by == world.size:
             restore_random_state(found.state["random"][world.rank])
-        elif world.is_main:
-            _warn(
-                f"continuing with {world.nodes} node(s), world {made_by} -> {world.size}: the same samples follow in "
-                f"the same order, but sums are rounded differently and random numbers start anew"
-            )
+        announce_world(made_by, world)
         return found
+
+
+def announce_world(before: int, world: World) -> None:
+    """Say what it means that a run goes on with another number of processes.
+
+    Args:
+        before: how many made the checkpoint.
+        world: this process's world.
+    """
+    if before != world.size and world.is_main:
+        _warn(
+            f"continuing with {world.nodes} node(s), world {before} -> {world.size}: the same samples follow in "
+            f"the same order, but sums are rounded differently and random numbers start anew"
+        )
 
 
 def load_model(resume: str, out: Path, model: nn.Module, world: World) -> str:
@@ -241,10 +251,20 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        free = os.statvfs(path.parent).f_bavail * os.statvfs(path.parent).f_frsize if path.parent.exists() else 0
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): {len(content):,} bytes needed, {free:,} free"
-        ) from None
+        raise unwritable(path, error.strerror, len(content)) from None
+
+
+def unwritable(path: Path, reason: str | None, needed: int) -> UserError:
+    """The error for a file that the disk does not take.
+
+    Args:
+        path: the file.
+        reason: what the operating system says.
+        needed: bytes to be written.
+    """
+    folder = next((folder for folder in path.parents if folder.exists()), Path())
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    return UserError(f"{path} cannot be written ({reason}): {needed:,} bytes needed, {free:,} free")
 
 
 def read(path: Path) -> Checkpoint:

@@ -3,15 +3,16 @@
 import gzip
 import math
 import multiprocessing
+import re
 import signal
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from common.errors import UserError
 from common.precision import Numerics
 from common.seed import seed_loader_worker
 
+Item = TypeVar("Item")
 # mean and standard deviation of the training pixels, scaled to 0..1
 NORMALISATION = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels per channel, in the same way
@@ -326,7 +328,7 @@ class Batches:
         side = torch.cuda.Stream(device) if device.type == "cuda" else None
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(device))  # for scale and shift
-        for batch in _unwrapped(self.loader):
+        for batch in unwrapped(self.loader):
             self.broken.update(batch.broken)
             with torch.cuda.stream(side):  # no stream: does nothing
                 images = self.numerics.images(batch.images).float().mul_(scale).add_(shift)  # [B, 3, H, W]
@@ -339,21 +341,22 @@ class Batches:
             yield images, labels, batch.indices
 
 
-def _unwrapped(loader: "DataLoader[Any]") -> Iterator[Any]:
-    """The batches; a user's mistake that a worker process found is raised without the worker's traceback.
+def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
+    """The batches of a loader; a user's mistake that a worker process found is raised without the worker's traceback.
 
     Raises:
         UserError: that, or that no batch comes.
     """
     try:
-        yield from loader
+        yield from batches
     except UserError as error:
         raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
     except RuntimeError as error:
-        if "DataLoader timed out" not in str(error):
+        found = re.match(r"DataLoader timed out after ([\d.]+?)(\.0)? seconds", str(error))
+        if not found:
             raise
         raise UserError(
-            f"no batch came from the loader's workers within {loader.timeout:g} s: see what they printed above; in a "
+            f"no batch came from the loader's workers within {found[1]} s: see what they printed above; in a "
             f"container, /dev/shm may be too small (--shm-size 1g), and --workers 0 needs none"
         ) from None
 

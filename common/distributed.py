@@ -55,7 +55,13 @@ Value = TypeVar("Value")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 # What the backends' errors say when another process died, or was silent for longer than --timeout.
 LOST = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timeout caused pair closure")
-CUT_OFF = "the host of the rendezvous is gone, too,"
+# What else can be said in a line: words of the error's message, and what to do.
+REMEDIES = {
+    "shared memory": "more shared memory (a container's --shm-size), or --workers 0",
+    "DataLoader worker (pid": "more memory, or --workers 0",
+    "out of memory": "a smaller --batch-size, or more processes",
+    "allocate memory": "a smaller --batch-size, or more processes",
+}
 GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
 
 
@@ -425,8 +431,9 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         for signum in STOPPING:  # torchrun stops the others when one has ended, while this one asks who it was
             signal.signal(signum, signal.SIG_IGN)
         where = f" {getattr(error, '__notes__', [''])[0]}".rstrip()
-        who = f" ({_answer(lambda: _without_word(world), CUT_OFF)}{where})" if again and world else ""
-        text = f"lost another process{who}: {str(error).splitlines()[0]}" if again else traceback.format_exc()
+        cut_off = f"the host of the rendezvous, {place.host}:{place.port}, is gone, too,"
+        who = f" ({_answer(lambda: _without_word(world, cut_off), cut_off)}{where})" if again and world else ""
+        text = f"lost another process{who}: {str(error).splitlines()[0]}" if again else _explained(error)
         message, code = f"error: rank {place.rank}: {text}", 1
     if _answer(lambda: _speaks_first(world, place), True):
         print(message, file=sys.stderr, flush=True)
@@ -452,7 +459,17 @@ def _speaks_first(world: World | None, place: Place) -> bool:
         return True
 
 
-def _without_word(world: World, patience: float = 1.0) -> str:
+def _explained(error: Exception) -> str:
+    """One line where the cause can be told; else the traceback, which is for whoever has to find the bug."""
+    text = f"out of memory: {error}" if isinstance(error, MemoryError) else str(error)
+    for words, remedy in REMEDIES.items():
+        if isinstance(error, (MemoryError, RuntimeError)) and words in text:
+            line = next(line for line in text.splitlines() if words in line)
+            return f"{line.removeprefix('RuntimeError: ')} (what may help: {remedy})"
+    return traceback.format_exc()
+
+
+def _without_word(world: World, cut_off: str, patience: float = 1.0) -> str:
     """The ranks that do not say within a second that they lost somebody, too: those that hang, or are gone."""
     try:
         world.store.set(f"still here/{world.rank}", "")
@@ -463,7 +480,7 @@ def _without_word(world: World, patience: float = 1.0) -> str:
                 return f"no word from rank {', '.join(silent)}" if silent else "all are still here"
             time.sleep(0.02)
     except (dist.DistError, RuntimeError):
-        return CUT_OFF
+        return cut_off
 
 
 def _answer(ask: Callable[[], Value], otherwise: Value, seconds: float = 3.0) -> Value:

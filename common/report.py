@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, schedule
 from tqdm import tqdm
 
-from common.checkpoint import Checkpoint, write_atomically
+from common.checkpoint import Checkpoint, unwritable, write_atomically
+from common.data import unwrapped
 from common.distributed import World
 from common.errors import UserError
 from common.metrics import Evaluation
@@ -85,10 +86,13 @@ class Report:
     ) -> None:
         if error is not None and self._last_step:
             error.add_note(f"in step {self._last_step + 1}, or while evaluating or saving after the one before")
-        self._write_lines()
-        self._write_events()
-        if self._writer is not None:
-            self._writer.close()
+        with suppress(UserError) if error is not None else nullcontext():  # what has gone wrong first is what counts
+            self._write_lines()
+            if not isinstance(error, UserError):  # of a full disk, TensorBoard's thread would print a traceback
+                self._write_events()
+            if self._writer is not None:
+                with _writing(self.out / "tensorboard"):
+                    self._writer.close()
 
     def log(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -152,7 +156,7 @@ class Report:
         """
         self.seconds["startup"] = self.seconds["startup"] or time.time() - self.world.place.started
         hidden = None if self.world.is_main else True  # None: hidden where the output is no terminal
-        iterator, started = iter(batches), time.perf_counter()
+        iterator, started = unwrapped(batches), time.perf_counter()
         with tqdm(None, label, total, initial=done, disable=hidden, leave=False, unit="step") as bar:
             while True:
                 asked = time.perf_counter()
@@ -215,6 +219,10 @@ class Report:
         self._samples += samples
         self._end_step()
 
+    def passed(self, step: int) -> None:
+        """Remember that a step is done, for error messages; `loss` does that, too."""
+        self._last_step = step
+
     def gather_losses(self) -> list[float]:
         """Average the losses since the last call over the ranks and record them; every rank calls this."""
         if not self._losses:
@@ -268,29 +276,41 @@ class Report:
             self._write_lines()
             self._write_events()
         columns = [range(len(evaluation.targets)), evaluation.targets.tolist(), evaluation.predictions.tolist()]
-        with (self.out / "predictions.csv").open("w", newline="") as file:
+        path = self.out / "predictions.csv"
+        with _writing(path), path.open("w", newline="") as file:
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["index", "label", "prediction"] + ["file"] * bool(names))
             rows.writerows(zip(*columns, *([names] if names else []), strict=True))
 
+    def write(self) -> None:
+        """Write what has been recorded so far: before a checkpoint, so that a resumed run has all up to its step.
+
+        Raises:
+            UserError: the disk is full, for example.
+        """
+        self._write_lines()
+        self._write_events()
+
     def _write_lines(self) -> None:
         if self._unwritten:
-            with (self.out / "metrics.jsonl").open("a") as lines:
-                lines.writelines(_line(*point) for point in self._unwritten)
+            path, text = self.out / "metrics.jsonl", "".join(_line(*point) for point in self._unwritten)
+            with _writing(path, len(text)), path.open("a") as lines:
+                lines.write(text)
             self._for_tensorboard += self._unwritten
             self._unwritten = []
 
     def _write_events(self) -> None:
         if not self._for_tensorboard:
             return
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter  # half a second
+        with _writing(self.out / "tensorboard"):
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter  # half a second
 
-            self._writer = SummaryWriter(str(self.out / "tensorboard"))
-        for step, values in self._for_tensorboard:
-            for name, value in values.items():
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+                self._writer = SummaryWriter(str(self.out / "tensorboard"))
+            for step, values in self._for_tensorboard:
+                for name, value in values.items():
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()
         self._for_tensorboard = []
 
     def best(self, model: nn.Module, score: float, best: float) -> float:
@@ -386,8 +406,18 @@ class Report:
             axis.legend()
         figure.suptitle(f"{self.example}, {self.world.size} rank(s)")
         figure.tight_layout()
-        figure.savefig(self.out / "curves.png", dpi=110)
+        with _writing(self.out / "curves.png"):
+            figure.savefig(self.out / "curves.png", dpi=110)
         pyplot.close(figure)
+
+
+@contextmanager
+def _writing(path: Path, needed: int = 0) -> Generator[None]:
+    """Say in one line what the disk does not take."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error.strerror, needed) from None
 
 
 def _points(file: Path) -> list[Point]:

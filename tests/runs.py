@@ -45,7 +45,10 @@ def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
 
 
 def newest_step(out: Path) -> int:
-    return max((int(path.name.split("-")[1]) for path in (out / "checkpoints").glob("step-*.pt")), default=0)
+    """Of the checkpoints that are whole; those of the Trainer are folders with a seal."""
+    ours = [path.name for path in (out / "checkpoints").glob("step-*.pt")]
+    trainers = [path.parent.name for path in (out / "checkpoints").glob("checkpoint-*/seal.json")]
+    return max((int(name.split("-")[1]) for name in ours + trainers), default=0)
 
 
 def tiny_imagenet(folder: Path, *changes: tuple[str, str, str]) -> Path:

@@ -47,7 +47,8 @@ class Args:
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, eval_batch_size=self.eval_batch_size)
-        at_least(1, logging_steps=self.logging_steps, save_total_limit=self.save_total_limit)
+        at_least(1, logging_steps=self.logging_steps)
+        at_least(3, save_total_limit=self.save_total_limit)  # the best, the last, and the one that is being written
         at_least(0, seed=self.seed)
         if self.numbers.channels_last != "no" or self.numbers.compile:
             raise UserError("--channels-last is for images, and --compile for inputs of one shape: leave them out here")
@@ -76,7 +77,7 @@ from common.report import Report
 from common.seed import seed_everything
 from examples.bert_dp.classifier import save
 from examples.bert_dp.data import load_data
-from examples.bert_dp.trainer_checkpoints import choose
+from examples.bert_dp.trainer_checkpoints import check_best, choose, in_one_line
 from examples.bert_dp.trainer_parts import Telling, compute_metrics, dataset, evaluation, mean_loss
 
 
@@ -114,6 +115,7 @@ def arguments(args: Args, world: World, numerics: Numerics, epochs: int) -> Trai
         bf16=numerics.name == "bf16",
         use_cpu=world.device.type == "cpu",
         ddp_backend="gloo" if world.device.type == "cpu" else None,
+        ddp_find_unused_parameters=False,  # all are used: looking for others costs time, and a warning of each rank
         dataloader_pin_memory=world.device.type == "cuda",
         average_tokens_across_devices=False,  # see `mean_loss`
         report_to="none",
@@ -143,8 +145,7 @@ def train(args: Args, world: World, report: Report) -> None:
     start = choose(args.out / "checkpoints", args.resume, config, world)
     report.begin(start.step if start else 0, start)
     report.seconds["startup"] = time.time() - world.place.started
-    with Stop() as stop:
-        telling = Telling(report, stop, config, world)
+    with Stop() as stop, in_one_line(args.out / "checkpoints", start, data.bert):
         trainer = Trainer(
             model=data.bert,
             args=told,
@@ -154,12 +155,14 @@ def train(args: Args, world: World, report: Report) -> None:
             processing_class=data.tokenizer,
             compute_loss_func=mean_loss,
             compute_metrics=compute_metrics,
-            callbacks=[telling],
         )
+        telling = Telling(trainer, report, stop, config, world)
+        trainer.add_callback(telling)
         trainer.remove_callback(PrinterCallback)
         output = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
     if telling.signum:
         raise Stopped(telling.signum, f"checkpoint at step {output.global_step}; go on with --resume auto")
+    from_main(world, lambda: check_best(trainer.state.best_model_checkpoint))  # which has been loaded
     report.seconds["train"] = output.metrics["train_runtime"] - report.seconds["eval"]
 
     logits = torch.as_tensor(trainer.predict(dataset(data.validation)).predictions)  # of the best model

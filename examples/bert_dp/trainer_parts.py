@@ -6,11 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from common.distributed import Stop, World, from_main
+from common.distributed import Stop, World, from_main, settle
 from common.metrics import Evaluation, classification_metrics
 from common.report import Report
 from examples.bert_dp.tokens import Encoded
@@ -45,12 +47,29 @@ def compute_metrics(found: EvalPrediction) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
+class Logits(nn.Module):
+    """A BERT, wrapped or not, as `settle` calls a model: token numbers [N, L] in, logits [N, 2] out."""
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The logits."""
+        return self.bert(input_ids=ids)["logits"]
+
+
 class Telling(TrainerCallback):
     """Passes on what the Trainer does: to the report; and to the Trainer, on which step all ranks stop."""
 
-    def __init__(self, report: Report, stop: Stop, config: dict[str, Any], world: World) -> None:
-        self.report, self.stop, self.config, self.world = report, stop, config, world
+    def __init__(self, trainer: Trainer, report: Report, stop: Stop, config: dict[str, Any], world: World) -> None:
+        self.trainer, self.report, self.stop, self.config, self.world = trainer, report, stop, config, world
         self.signum = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Have a resumed run add up in the order of an uninterrupted one, with 3 and more ranks, too."""
+        if isinstance(self.trainer.model_wrapped, DistributedDataParallel):
+            settle(Logits(self.trainer.model_wrapped), torch.ones(1, 2, dtype=torch.long, device=args.device))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """The mean loss of the last steps."""
@@ -66,18 +85,21 @@ class Telling(TrainerCallback):
         self.report.log(f"epoch {state.epoch:g}: " + ", ".join(f"test {name} {v:.4f}" for name, v in known.items()))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After a signal: save, stop."""
+        """After a signal: save, stop; after an epoch's last step, when the epoch has been evaluated and saved."""
+        self.report.passed(state.global_step)
         self.signum = self.signum or self.stop.agreed()
         if self.signum:
-            control.should_save = control.should_training_stop = True
+            control.should_training_stop = True
+            control.should_save = not state.epoch.is_integer()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A run that stops in the middle of an epoch has saved already, and does not evaluate."""
-        if self.signum:
+        if self.signum and not state.epoch.is_integer():
             control.should_save = control.should_evaluate = False
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The Trainer's checkpoints are not written atomically: mark the ones that are whole."""
+        self.report.write()  # what a resumed run goes on from
         dist.barrier()  # each rank has written its random state
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        from_main(self.world, lambda: seal(folder, self.config))
+        from_main(self.world, lambda: seal(folder, self.config, self.world.size))

@@ -125,6 +125,7 @@ def train(args: Args, world: World) -> None:
             batch,
             sampler=sampler,
             num_workers=args.workers,
+            timeout=args.launch.timeout if args.workers else 0,
             collate_fn=data.normalise,
             worker_init_fn=seed_loader_worker,
             pin_memory=world.device.type == "cuda",

@@ -3,12 +3,16 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from common.data import ImageData, Images
 from common.errors import UserError
+
+if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
 
 CLASSES = ("disc", "ring", "square", "frame", "triangle", "plus", "diamond", "stripes", "checks", "spokes")
 
@@ -94,12 +98,24 @@ def only_labels(images: Images) -> Images:
 class Files(Images):
     """Images of a folder, decoded when they are read; `pixels` is empty and has their shape."""
 
-    folder: "torch.utils.data.Dataset[tuple[Tensor, int]]"
+    folder: "ImageFolder"
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A batch: pixels [B, 3, S, S] uint8, labels [B], indices [B]."""
         chosen = torch.tensor(indices)
-        return torch.stack([self.folder[index][0] for index in indices]), self.labels[chosen], chosen
+        return torch.stack([self.decoded(index) for index in indices]), self.labels[chosen], chosen
+
+    def decoded(self, index: int) -> Tensor:
+        """An image [3, S, S] uint8.
+
+        Raises:
+            UserError: the file is broken.
+        """
+        try:
+            return self.folder[index][0]
+        except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: what Pillow says of a broken PNG
+            file = self.folder.samples[index][0]
+            raise UserError(f"{file} cannot be used ({error}): remove or replace it") from None
 
 
 def image_folder(folder: Path, size: int) -> ImageData:

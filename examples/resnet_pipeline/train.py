@@ -123,6 +123,7 @@ def train(args: Args, world: World) -> None:
         loader = DataLoader(
             dataset, batch, sampler=sampler, num_workers=args.workers if parts.first else 0, collate_fn=data.normalise,
             worker_init_fn=seed_loader_worker, pin_memory=world.device.type == "cuda", generator=generator,
+            timeout=grid.seconds / 2 if parts.first and args.workers else 0,  # before those who wait for this stage
         )  # fmt: skip
         parameters = [parameter for stage in stages for parameter in stage.parameters()]
         optimizer = AdamW(parameters, args.lr, weight_decay=args.weight_decay)

@@ -95,6 +95,13 @@ def raises(world: World, args: Args) -> None:
     dist.barrier()
 
 
+def greedy(world: World, args: Args) -> None:
+    """One rank asks for more memory than there is while the others wait for it."""
+    if world.rank == world.size - 1:
+        torch.empty(1 << 50)
+    dist.barrier()
+
+
 def dies(world: World, args: Args) -> None:
     """One rank is killed while the others wait for it."""
     if world.rank == world.size - 1:
@@ -225,6 +232,7 @@ JOBS = {
     "first_fails": first,
     "disagree": disagree,
     "raises": raises,
+    "greedy": greedy,
     "dies": dies,
     "ignores": ignores,
     "stops": stops,

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -206,7 +207,9 @@ def test_torchrun_with_the_codes_of_its_workers(
 
     process = at_step(5)
     process.terminate()
+    started = time.monotonic()
     assert "stopped by SIGTERM: checkpoint at step" in programs.finish(process, code=143).stderr
+    assert time.monotonic() - started < 10
     stopped = newest_step(tmp_path)
 
     process = at_step(stopped + 5)

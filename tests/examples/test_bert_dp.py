@@ -588,6 +588,27 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "out/result.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--nproc", 2, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 ranks"),
+        (["--nproc", 2, "--csv", "CSV"], r"\S+ has 0 usable review\(s\) with the label 0"),
+        (["--save-total-limit", 2], "--save-total-limit 2: give at least 3"),
+        (["--resume", "nothing"], "checkpoint nothing is damaged .*, or no checkpoint of this program"),
+    ],
+)
+def test_bad_input_of_the_trainer_is_one_line(
+    programs: Programs, tmp_path: Path, flags: list[object], words: str
+) -> None:
+    written(tmp_path / "CSV", "label,review\n" + rows(12, second="1,差"))
+    done = programs.run(
+        *TRAINER, *(tmp_path / "CSV" if flag == "CSV" else flag for flag in flags), "--out", tmp_path / "out", code=2
+    )
+    line = done.stderr.replace(NO_GPU, "")
+    assert re.fullmatch(rf"error: .*{words}.*\n", line), line
+    assert not (tmp_path / "out/result.json").exists()
+
+
 def test_a_text_longer_than_the_model_is_counted(programs: Programs, tmp_path: Path) -> None:
     done = programs.run(*TRAIN, *SMALL, "--epochs", 1, "--max-length", 24, "--out", tmp_path)
     cut = result(tmp_path)["cut_texts"]

@@ -218,6 +218,14 @@ def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path) ->
     assert (found["train_samples"], found["eval_samples"], found["steps"]) == (9, 5, 3)
     rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()[1:]
     assert [row.split(",")[1] for row in rows] == ["0", "0", "0", "1", "1"]
+    broken = tmp_path / "train" / "cat" / "4.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    for workers in (0, 1):  # a loader's worker passes its mistakes on in a traceback
+        done = programs.run(
+            *TRAIN, *flags, "--workers", workers, "--dataset", tmp_path, "--out", tmp_path / "out", code=2
+        )
+        line = done.stderr.replace(NO_GPU, "")
+        assert re.fullmatch(rf"error: {broken} cannot be used \(.*\): remove or replace it\n", line), line
 
 
 def test_interrupted_and_resumed_at_another_number_of_stages(

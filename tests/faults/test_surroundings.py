@@ -43,15 +43,22 @@ def mirror(answer: bytes, promised: int) -> Generator[tuple[str, list[str]]]:
             thread.join()
 
 
-@pytest.mark.parametrize("kind", ["closed half-way", "another file"])
-def test_a_download_that_fails_ends_all_ranks(programs: Programs, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "program"),
+    [
+        ("closed half-way", "mnist_ddp_spawn"),
+        ("another file", "mnist_ddp_spawn"),
+        ("another file", "manual_allreduce_sgd"),
+    ],
+)
+def test_a_download_that_fails_ends_all_ranks(programs: Programs, tmp_path: Path, kind: str, program: str) -> None:
     """One process downloads; all end with its one line, and no file is left that a later run would believe."""
     content = gzip.compress(bytes(100_000))
-    (tmp_path / "train.py").write_text(TRAIN_FROM_MIRROR)
+    (tmp_path / "from_mirror.py").write_text(TRAIN_FROM_MIRROR.replace("mnist_ddp_spawn", program))
     with mirror(content, 2 * len(content) if kind == "closed half-way" else len(content)) as (url, asked):
         done = programs.run(
-            *TORCHRUN, tmp_path / "train.py", url, "--dataset", "mnist", "--data-dir", tmp_path / "data",
-            "--out", tmp_path / "out", env={"PYTHONPATH": str(ROOT)}, code=1,
+            *TORCHRUN, "-m", "from_mirror", url, "--dataset", "mnist", "--data-dir", tmp_path / "data",
+            "--out", tmp_path / "out", env={"PYTHONPATH": f"{tmp_path}:{ROOT}"}, code=1,
         )  # fmt: skip
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, done.stderr
@@ -78,6 +85,28 @@ def test_too_little_shared_memory_is_named(programs: Programs, tmp_path: Path) -
     )  # fmt: skip
     assert "unable to allocate shared memory" in done.stderr
     assert "error: no batch came from the loader's workers within 8 s: see what they printed above" in done.stderr
+    assert programs.gone(within=2)
+
+
+@pytest.mark.parametrize("program", ["mnist_ddp_spawn", "resnet_pipeline"])
+def test_too_little_shared_memory_for_the_workers_of_torchs_loader_is_named(
+    programs: Programs, tmp_path: Path, program: str
+) -> None:
+    """Nobody tells the rank that waits for their batches; it gives up after --timeout, or earlier."""
+    if program == "mnist_ddp_spawn":
+        write_idx(tmp_path / "data", train=203, test=101, size=64, classes=4)
+        flags = ("-b", 100)
+    else:
+        draw_folder(tmp_path / "data", train=60, val=12, size=80)
+        flags = ("-a", "resnet18", "--image-size", 64, "-b", 30, "-m", 2, "--norm", "group")
+    done = programs.run(
+        "-c", WITHOUT, "-c", SMALL_SHM, "-m", f"examples.{program}.train", "--dataset", tmp_path / "data", *flags,
+        "--nproc", 2, "--workers", 1, "--epochs", 1, "--timeout", 8, "--out", tmp_path / "out", code=2, limit=100,
+    )  # fmt: skip
+    assert "shared memory" in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    seconds = 8 if program == "mnist_ddp_spawn" else 4
+    assert line.startswith(f"error: no batch came from the loader's workers within {seconds} s: see what they printed")
     assert programs.gone(within=2)
 
 

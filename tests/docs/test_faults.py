@@ -1,0 +1,74 @@
+"""The tables of docs/faults.md: the tests that they name are there, and done to the programs that it says."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.faults.jobs import PROGRAMS
+
+PAGE = (ROOT / "docs" / "faults.md").read_text()
+ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.startswith("| ")]
+FAULTS = [row for row in ROWS if len(row) == 4][1:]
+HEADER, *MATRIX = [row for row in ROWS if len(row) == 1 + len(PROGRAMS)]
+ONE_PROGRAM = {
+    "test_restarts.py": "imagenet_ddp",
+    "test_partition.py": "imagenet_ddp",
+    "test_trainer.py": "bert_dp.trainer",
+}
+
+
+def functions() -> dict[str, list[tuple[Path, ast.FunctionDef]]]:
+    """The tests by their names, of which several may have the same."""
+    found: dict[str, list[tuple[Path, ast.FunctionDef]]] = {}
+    for file in (ROOT / "tests").glob("*/test_*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                found.setdefault(node.name, []).append((file, node))
+    return found
+
+
+TESTS = functions()
+
+
+def programs_of(file: Path, test: ast.FunctionDef) -> set[str]:
+    """The programs to which a test does something."""
+    if file.parent.name == "examples":
+        example = file.stem.removeprefix("test_")
+        return {f"bert_dp.{'trainer' if 'trainer' in test.name else 'train'}" if example == "bert_dp" else example}
+    if file.parent.name != "faults":
+        return set()
+    found = {ONE_PROGRAM[file.name]} if file.name in ONE_PROGRAM else set()
+    for decorator in test.decorator_list:
+        if isinstance(decorator, ast.Call) and "parametrize" in ast.unparse(decorator.func):
+            names, values = decorator.args
+            chosen = PROGRAMS if ast.unparse(values) == "PROGRAMS" else ast.literal_eval(values)
+            if (name := ast.literal_eval(names)) == "program":
+                found |= set(chosen)
+            elif "program" in name:
+                found |= {row[name.index("program")] for row in chosen}
+    text = ast.unparse(test)
+    return found | {name for name in PROGRAMS if f"jobs['{name}']" in text or f"*{name.split('_')[0].upper()}" in text}
+
+
+@pytest.mark.parametrize("row", FAULTS, ids=lambda row: row[0])
+def test_the_tests_are_there(row: list[str]) -> None:
+    names = re.findall(r"`(\w+)`", row[3])
+    assert names
+    assert [name for name in names if name not in TESTS] == []
+
+
+def test_both_tables_have_the_same_faults() -> None:
+    assert [name.strip("`") for name in HEADER[1:]] == PROGRAMS
+    assert [row[0] for row in MATRIX] == [row[0] for row in FAULTS]
+    assert {cell for row in MATRIX for cell in row[1:]} == {"●", "○", "–"}
+
+
+@pytest.mark.parametrize(("fault", "row"), list(zip(FAULTS, MATRIX, strict=True)), ids=lambda row: row[0])
+def test_what_is_said_to_be_done_to_a_program_is_done(fault: list[str], row: list[str]) -> None:
+    done = {name for test in re.findall(r"`(\w+)`", fault[3]) for each in TESTS[test] for name in programs_of(*each)}
+    assert [name for name, cell in zip(PROGRAMS, row[1:], strict=True) if cell == "●"] == [
+        name for name in PROGRAMS if name in done
+    ]

@@ -1,0 +1,85 @@
+"""The six programs to which the faults are done, each with a training of a few seconds."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import warm
+from tests.conftest import Programs
+from tests.make_data import draw_folder
+from tests.runs import tiny_imagenet
+
+warm.ALSO += [
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+    "transformers.trainer",
+]
+NPROC = 3  # with two ranks, a sum does not depend on the order of its parts
+SMALL_RESNET = (  # two of four layers: checkpoints of 8 in place of 140 MB
+    "examples/resnet_pipeline/model.py",
+    "    return model\n",
+    "    model.layer3, model.layer4 = (nn.Sequential(nn.GELU(), nn.GELU()) for _ in range(2))\n"
+    "    model.fc = nn.Linear(128, classes)\n"
+    "    return model\n",
+)
+EVERY = ("--checkpoint-every", 3)
+# A program, a training that is worth being disturbed, and how often it saves.
+TRAININGS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
+    "mnist_ddp_spawn": (("mnist_ddp_spawn.train", "--epochs", 8), EVERY),
+    "imagenet_ddp": (
+        ("imagenet_ddp.train", "FOLDER", "--epochs", 10, "-b", 12, "--image-size", 32, "--lr", 0.05), EVERY),
+    "manual_allreduce_sgd": (("manual_allreduce_sgd.train", "--epochs", 8), EVERY),
+    "resnet_pipeline": (
+        ("resnet_pipeline.train", "-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3,
+         "--epochs", 20, "--norm", "group", "--balance", "even"), EVERY),
+    "bert_dp.train": (("bert_dp.train", "--epochs", 6, "-b", 24, "--hidden", 64, "--dropout", 0.1), EVERY),
+    # the Trainer saves after every epoch, which has 8 steps here
+    "bert_dp.trainer": (
+        ("bert_dp.trainer", "--epochs", 8, "-b", 36, "--hidden", 64, "--dropout", 0.1, "--logging-steps", 1), ()),
+}  # fmt: skip
+PROGRAMS = list(TRAININGS)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program with its flags, to be started from a folder with the code."""
+
+    words: tuple[object, ...]
+    every: tuple[object, ...]
+    code: Path
+
+    @property
+    def endless(self) -> tuple[object, ...]:
+        """The same, but for ever."""
+        return *self.words, "--epochs", 5000, *self.every
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The programs' trainings, and their results when nobody disturbs them."""
+
+    programs: Programs
+    folder: Path
+
+    def __post_init__(self) -> None:
+        tiny_imagenet(self.folder / "code", SMALL_RESNET)
+        draw_folder(self.folder / "drawn", train=101, val=23, size=40)
+
+    def __getitem__(self, name: str) -> Job:
+        (module, *flags), every = TRAININGS[name]
+        flags = [self.folder / "drawn" if flag == "FOLDER" else flag for flag in flags]
+        words = ("-m", f"examples.{module}", *flags, "--precision", "fp32")
+        return Job(words, every, self.folder / "code")
+
+    def whole(self, name: str) -> Path:
+        """What a training that nobody disturbed has left."""
+        out = self.folder / "whole" / name
+        if not out.exists():
+            job = self[name]
+            self.programs.run(*job.words, "--nproc", NPROC, "--out", out, cwd=job.code)
+        return out
+
+    def broken(self, name: str, *changes: tuple[str, str, str]) -> Path:
+        """The code with something else changed."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        return tiny_imagenet(self.folder / name, SMALL_RESNET, *changes)

@@ -1,0 +1,155 @@
+"""The checkpoints of the Hugging Face Trainer, which are folders that it writes in place."""
+
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import UserError
+from examples.bert_dp.trainer_checkpoints import SEAL, check_best, damage_of, seal
+from tests.conftest import Programs
+from tests.faults.jobs import NPROC, Jobs
+from tests.runs import losses, newest_step, result
+
+TRAINER = "bert_dp.trainer"
+
+
+@pytest.fixture
+def copied(tmp_path: Path, jobs: Jobs) -> Path:
+    """What an undisturbed run has left, to be damaged."""
+    shutil.copytree(jobs.whole(TRAINER), tmp_path / "out")
+    return tmp_path / "out"
+
+
+def resealed(folder: Path) -> None:
+    """As somebody would who means harm: the seal is no secret."""
+    before = json.loads((folder / SEAL).read_text())
+    seal(folder, before["config"], before["world_size"])
+
+
+def test_any_flipped_bit_or_cut_is_noticed(copied: Path) -> None:
+    """In each file of a checkpoint, its seal included."""
+    folder = copied / "checkpoints" / f"checkpoint-{newest_step(copied)}"
+    assert damage_of(folder) == ""
+    files, chosen = sorted(folder.iterdir()), random.Random(0)
+    assert len(files) >= 8
+    for number in range(12 * len(files)):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        position = chosen.randrange(len(content))
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << chosen.randrange(8)
+        file.write_bytes(bytes(damaged) if number % 3 else content[:position])
+        assert damage_of(folder), (file, position)
+        file.write_bytes(content)
+    assert damage_of(folder) == ""
+
+
+SAVE_AND_BE_KILLED = """
+import hashlib, os, random, signal, sys, time
+from pathlib import Path
+from examples.bert_dp.trainer_checkpoints import damage_of, seal
+folder, choose, whole, cut = Path(sys.argv[1]), random.Random(0), 0, 0
+files = [folder / name for name in ("model.safetensors", "optimizer.pt")]
+for number in range(40):
+    child = os.fork()
+    while child == 0:
+        for file in files:
+            body = os.urandom(3_000_000)
+            file.write_bytes(hashlib.sha256(body).digest() + body)
+        (folder / "trainer_state.json").write_text('{"best_model_checkpoint": null}')
+        seal(folder, {}, 1)
+        time.sleep(0.01)
+    time.sleep(0.03 + choose.random() / 15)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    damage = damage_of(folder)
+    for file in files if not damage else []:
+        assert hashlib.sha256(file.read_bytes()[32:]).digest() == file.read_bytes()[:32]
+    whole, cut = whole + (not damage), cut + bool(damage)
+print(whole, cut)
+"""
+
+
+def test_killed_while_saving_no_half_written_checkpoint_is_taken(programs: Programs, tmp_path: Path) -> None:
+    """A process that writes into one folder again and again is killed 40 times."""
+    whole, cut = map(int, programs.run("-c", SAVE_AND_BE_KILLED, tmp_path).stdout.split())
+    assert whole + cut == 40
+    assert cut > 5, "the kills did not hit a save"
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("payload-was-executed",)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state_1.pth", "training_args.bin"])
+def test_no_code_in_a_checkpoint_is_executed(programs: Programs, copied: Path, jobs: Jobs, name: str) -> None:
+    job, last = jobs[TRAINER], newest_step(copied)
+    folder = copied / "checkpoints" / f"checkpoint-{last - 8}"
+    assert (folder / name).exists()
+    torch.save(Payload(), folder / name)
+    resealed(folder)
+    run = (*job.words, "--nproc", NPROC, "--resume", folder, "--out", copied)
+    done = programs.run(*run, cwd=job.code, code=0 if name == "training_args.bin" else 2)  # which is never read
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    refused = f"error: {folder} is no checkpoint of this program: it holds something else than tensors"
+    assert lines == ([] if name == "training_args.bin" else [refused])
+    assert not list(job.code.rglob("payload-was-executed"))
+
+
+def test_a_signal_in_the_last_step_of_an_epoch(programs: Programs, tmp_path: Path, jobs: Jobs) -> None:
+    """The epoch is still evaluated: without that, another model might be taken for the best."""
+    at = ("examples/bert_dp/trainer_parts.py", "self.stop.agreed()", "15 * (state.global_step in {steps})")
+    broken = jobs.broken("stopping", (*at[:2], at[2].format(steps=(16, 20, 64))))
+    run = (*jobs[TRAINER].words, "--nproc", NPROC, "--resume", "auto", "--out", tmp_path)
+    for step in (16, 20, 64):
+        done = programs.run(*run, cwd=broken, code=143)
+        assert done.stderr.endswith(f"stopped by SIGTERM: checkpoint at step {step}; go on with --resume auto\n")
+        assert newest_step(tmp_path) == step
+    programs.run(*run, cwd=broken)
+    whole = jobs.whole(TRAINER)
+    assert result(tmp_path)["parameter_hash"] == result(whole)["parameter_hash"]
+    assert result(tmp_path)["metrics"] == result(whole)["metrics"]
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_without_settled_buckets_three_ranks_resume_differently(programs: Programs, tmp_path: Path, jobs: Jobs) -> None:
+    """The mutation: if it makes no difference any more, `on_train_begin` is not needed."""
+    parts = "examples/bert_dp/trainer_parts.py"
+    broken = jobs.broken(
+        "unsettled",
+        (parts, "            settle(", "            (lambda *_: None)("),
+        (parts, "self.stop.agreed()", "15 * (state.global_step == 20)"),
+    )
+    run = (*jobs[TRAINER].words, "--nproc", NPROC, "--resume", "auto", "--out", tmp_path)
+    programs.run(*run, cwd=broken, code=143)
+    programs.run(*run, cwd=broken)
+    found, expected = losses(tmp_path), losses(jobs.whole(TRAINER))
+    assert found[21:] != expected[21:]
+
+
+def best_of(out: Path) -> Path:
+    """The checkpoint with the best model, which is not the last one."""
+    last = out / "checkpoints" / f"checkpoint-{newest_step(out)}"
+    best = Path(json.loads((last / "trainer_state.json").read_text())["best_model_checkpoint"]).name
+    assert best != last.name, "choose another seed"
+    return last.with_name(best)
+
+
+def test_a_damaged_best_model_is_made_again(programs: Programs, copied: Path, jobs: Jobs) -> None:
+    """What goes on from a checkpoint would hand out the best model so far: that has to be whole, too."""
+    job, weights = jobs[TRAINER], best_of(copied) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(
+        UserError, match=r"^the best model, .*, is damaged \(model.safetensors does not match its digest"
+    ):
+        check_best(str(weights.parent))
+    done = programs.run(*job.words, "--nproc", NPROC, "--resume", "auto", "--out", copied, cwd=job.code)
+    assert re.search("warning: .* is damaged .its best model, .*: model.safetensors does not match", done.stdout)
+    assert result(copied)["parameter_hash"] == result(jobs.whole(TRAINER))["parameter_hash"]
