@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
-from tests.faults.test_restarts import SLOW
+from tests.faults.conftest import SLOW
 from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, mutated, newest_step, result
 
@@ -31,6 +31,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("example", ENDLESS)
 def test_a_rank_that_hangs_is_named(programs: Programs, tmp_path: Path, example: str, eventually: Eventually) -> None:
     """It is stopped, as a debugger or a broken disk would: no message comes, and no connection closes."""
@@ -49,6 +50,7 @@ def test_a_rank_that_hangs_is_named(programs: Programs, tmp_path: Path, example:
     assert programs.gone(within=2)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("example", ENDLESS)
 def test_a_rank_that_is_killed_is_named(
     programs: Programs, tmp_path: Path, example: str, eventually: Eventually
@@ -64,6 +66,7 @@ def test_a_rank_that_is_killed_is_named(
     assert programs.gone(within=2)
 
 
+@pytest.mark.timed
 def test_a_rank_that_returns_early_ends_the_others(programs: Programs, tmp_path: Path, small: Path) -> None:
     broken = mutated(
         tmp_path / "broken",

@@ -1,0 +1,37 @@
+"""What the tests of faults share: images, a small model, and runs that nobody disturbs."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Programs
+from tests.make_data import draw_folder
+from tests.runs import tiny_imagenet
+
+TRAIN = ("-m", "examples.imagenet_ddp.train")
+# 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
+FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
+SLOW = 2  # times: the bounds are those of a machine that does nothing else
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drawn")
+    draw_folder(path, train=101, val=23, size=40)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_imagenet(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    session_programs: Programs, tmp_path_factory: pytest.TempPathFactory, tiny: Path, folder: Path
+) -> dict[int, Path]:
+    outs = {}
+    for nproc in (2, 3):
+        outs[nproc] = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
+        session_programs.run(*TRAIN, "--nproc", nproc, *FLAGS, "--out", outs[nproc], folder, cwd=tiny)
+    return outs
