@@ -34,7 +34,6 @@ setup: .venv/.ready
 demo: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn.train --nproc 2 --out $(OUT)
 
-# One environment after the other: the tests of faults have bounds in seconds, and most start several processes.
 test: setup
 	@$(BIN)/tox run
 

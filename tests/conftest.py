@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -156,8 +157,7 @@ class Programs:
                 continue
 
 
-@pytest.fixture
-def programs() -> Generator[Programs]:
+def started_programs() -> Generator[Programs]:
     """Starts programs; fails the test if a process is left over."""
     started = Programs()
     yield started
@@ -166,22 +166,24 @@ def programs() -> Generator[Programs]:
     assert not leftover
 
 
-@pytest.fixture(scope="module")
-def shared_programs() -> Generator[Programs]:
-    """The same for fixtures that several tests share."""
-    started = Programs()
-    yield started
-    leftover = {} if started.gone() else started.left()
-    started.kill()
-    assert not leftover
+programs = pytest.fixture(name="programs")(started_programs)
+
+# The same for fixtures that several tests share.
+shared_programs = pytest.fixture(scope="module", name="shared_programs")(started_programs)
+session_programs = pytest.fixture(scope="session", name="session_programs")(started_programs)
 
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel gives to connections and to whoever asks for any.
+
+    Workers of pytest-xdist try different ones.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", random.choice(range(10_000 + worker, 30_000, 16))))
+            return int(probe.getsockname()[1])
 
 
 @pytest.fixture

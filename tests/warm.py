@@ -13,6 +13,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -29,8 +30,9 @@ from typing import Any, ClassVar, NoReturn
 
 LIBRARIES = (
     "torch", "torch._dynamo", "torch.distributed.launcher.api", "torch.utils.data", "torch.utils.tensorboard",
-    "torchvision", "sklearn.metrics", "matplotlib.figure", "matplotlib.backends.backend_agg", "pandas",
-    "safetensors.torch", "tqdm", "tyro", "xxhash", "PIL.Image",
+    "torchvision", "torchvision.transforms.v2", "sklearn.datasets", "sklearn.metrics", "sklearn.model_selection",
+    "matplotlib.backends.backend_agg", "matplotlib.pyplot", "pandas", "safetensors.torch", "tqdm", "tyro", "xxhash",
+    "PIL.Image",
 )  # fmt: skip
 ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
@@ -54,12 +56,14 @@ def name_of(token: str) -> str:
 
 
 def possible(words: list[str], env: dict[str, str]) -> bool:
-    modules = 2 if words[1] == "torch.distributed.run" else 1  # torchrun's workers may be scripts, which are not
-    return words[0] == "-m" and words.count("-m") == modules and not any(n.startswith(READ_AT_IMPORT) for n in env)
+    """Whether a fork can do it: a module, a script, or code, without flags of Python itself."""
+    return (words[0] in ("-m", "-c") or words[0][0] != "-") and not any(n.startswith(READ_AT_IMPORT) for n in env)
 
 
 class Warm(subprocess.Popen[str]):
-    """A `Popen` whose program is forked by a server; its command is `[python, "-u"?, "-m", MODULE, ...]`."""
+    """A `Popen` whose program is forked by a server; its command is `[python, "-u"?, "-m", MODULE, ...]`, or `-c CODE`,
+    or the path of a script.
+    """
 
     server: ClassVar[socket.socket | None] = None
     process: ClassVar[subprocess.Popen[bytes] | None] = None
@@ -76,8 +80,7 @@ class Warm(subprocess.Popen[str]):
         pipes = others[9:15]  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
         output, error = (1 if pipes[3] == -1 else pipes[3]), (2 if pipes[5] == -1 else pipes[5])
         words = [str(word) for word in args[1:] if word != "-u"]
-        assert words[0] == "-m", words
-        request = json.dumps([words[1:], dict(os.environ if env is None else env), str(cwd or Path.cwd())])
+        request = json.dumps([words, dict(os.environ if env is None else env), str(cwd or Path.cwd())])
         with self.lock:
             assert self.server is not None
             socket.send_fds(self.server, [request.encode()], [output, error])
@@ -139,13 +142,20 @@ def become(request: Request) -> NoReturn:
     os.environ.clear()
     os.environ.update(env)
     prctl(SET_NAME, f"{name_of(env.get(MARK, ''))}:{env.get('RANK', '')}".encode())
-    sys.path[:1] = [cwd, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    sys.argv = ["-m", *words[1:]]
+    kind, what = words[:2] if words[0] in ("-m", "-c") else ("script", words[0])
+    first = str(Path(what).absolute().parent) if kind == "script" else cwd
+    sys.path[:1] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = words if kind == "script" else [kind, *words[2:]]
     importlib.invalidate_caches()
     util.spawnv_passfds = spawnv_passfds  # ty: ignore[invalid-assignment]
-    if words[0] == "torch.distributed.run":
+    if what == "torch.distributed.run":
         warm_workers()
-    run_and_end(lambda: runpy._run_module_as_main(words[0]))  # ty: ignore[missing-attribute]
+    if kind == "-m":
+        run_and_end(lambda: runpy._run_module_as_main(what))  # ty: ignore[missing-attribute]
+    if kind == "-c":
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        run_and_end(lambda: exec(what, vars(main)))
+    run_and_end(lambda: runpy.run_path(what, run_name="__main__"))
 
 
 def spawnv_passfds(path: Any, args: Any, passfds: Any, _start: Any = util.spawnv_passfds) -> int:
@@ -212,11 +222,25 @@ def warm_workers() -> None:
     subprocess_handler.Popen = Warm  # ty: ignore[invalid-assignment]
 
 
+def draw_once() -> None:
+    """Have matplotlib load its fonts and PNG writer, which takes every program half a second."""
+    from matplotlib import pyplot
+
+    pyplot.switch_backend("agg")
+    figure, axes = pyplot.subplots()
+    axes.plot([1, 2], label="x")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(io.BytesIO(), format="png")
+    pyplot.close(figure)
+
+
 if __name__ == "__main__":
     asked = socket.socket(fileno=int(sys.argv[1]))
     asked.set_inheritable(False)
     for library in (*LIBRARIES, *sys.argv[2:]):
         importlib.import_module(library)
+    draw_once()
     assert threads() == 1, "forking would lose threads"
     gc.collect()
     gc.freeze()  # the garbage collector would write to, and so copy, every page that programs share

@@ -28,13 +28,14 @@ def simulated(ranks: int, size: int, link: Link) -> float:
     return max(clocks)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 10**9), st.floats(0, 1e-2), st.floats(0, 1e-7))
 def test_the_model_is_a_ring(ranks: int, size: int, alpha: float, beta: float) -> None:
     link = Link(alpha, beta)
     assert ring_seconds(ranks, size, link) == pytest.approx(simulated(ranks, size, link), rel=1e-9, abs=1e-15)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-7), st.integers(0, 1000))
 def test_the_fit_recovers_what_the_points_were_made_from(alpha: float, beta: float, seed: int) -> None:
     link, chance = Link(alpha, beta), random.Random(seed)

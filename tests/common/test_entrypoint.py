@@ -13,6 +13,7 @@ import pytest
 from common import entrypoint
 from common.errors import NOTES, RETRY, note
 from tests.conftest import ROOT, Programs
+from tests.make_data import write_idx
 from tests.runs import Eventually, mutated, newest_step
 
 ENTRY = ("-m", "common.entrypoint")
@@ -195,7 +196,9 @@ def test_torchrun_with_the_codes_of_its_workers(
     programs: Programs, tmp_path: Path, free_port: int, eventually: Eventually
 ) -> None:
     """A mistake that only the workers see; SIGTERM with a checkpoint; a killed worker; a killed torchrun."""
-    job = (*ENTRY, "--", PYTHON, *TORCHRUN, str(free_port), *SMALL, "--out", str(tmp_path))
+    write_idx(tmp_path / "data", train=12_800, test=100, size=8, classes=4, packed=False)  # scikit-learn starts slowly
+    flags = ("--dataset", str(tmp_path / "data"), "--out", str(tmp_path))
+    job = (*ENTRY, "--", PYTHON, *TORCHRUN, str(free_port), *SMALL, *flags)
 
     done = programs.run(*job, "--batch-size", "7", code=2, cold=True)
     assert "cannot be divided by 2 ranks" in done.stderr

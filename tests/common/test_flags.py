@@ -1,5 +1,6 @@
 """Flags: answered before torch is imported, mistakes in one line."""
 
+import json
 import re
 from dataclasses import fields
 
@@ -15,31 +16,60 @@ PROGRAMS = sorted(
     if "begin(Args" in path.read_text()
 )
 NEEDED = {"examples.bert_dp.predict": ("--text", "a review")}
+MISTAKES = (
+    (["--nprok", "2"], "error: Unrecognized options: --nprok, 2; perhaps you meant --nproc .*\n"),
+    (["--nproc", "0"], "error: --nproc 0: at least 1 process is needed\n"),
+    (["--dist-backend", "mpi"], "error: invalid choice 'mpi' for argument '--dist-backend'.*\n"),
+    (["--world-size", "2", "--rank", "5", "--dist-url", "tcp://h:1"], "error: --rank 5 with --world-size 2: .*\n"),
+)
+# Forks a process for every command: starting Python 65 times takes half a minute.
 NO_TORCH = """
-import runpy, sys
+import json, os, runpy, sys, tempfile
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("torch", "numpy", "sklearn", "matplotlib", "pandas", "torchvision", "transformers"):
             raise AssertionError(f"{name} is imported before the flags are read")
 sys.meta_path.insert(0, Refuse())
-sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+import tyro
+answers = []
+for command in json.loads(sys.argv[1]):
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    if os.fork() == 0:
+        for descriptor, file in enumerate(files, 1):
+            os.dup2(file.fileno(), descriptor)
+        sys.argv = command
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        sys.exit(0)
+    code = os.waitstatus_to_exitcode(os.wait()[1])
+    answers.append([code, *(file.seek(0) or file.read() for file in files)])
+print(json.dumps(answers))
 """
+Answers = dict[str, list[tuple[int, str, str]]]
+
+
+@pytest.fixture(scope="module")
+def answers(shared_programs: Programs) -> Answers:
+    """What each program answers to --help and to each mistake: exit code, standard output, standard error."""
+    commands = [
+        [program, *words, *NEEDED.get(program, ())]
+        for program in PROGRAMS
+        for words in (["--help"], *(words for words, _ in MISTAKES))
+    ]
+    found: Answers = {}
+    said = json.loads(shared_programs.run("-c", NO_TORCH, json.dumps(commands), cold=True).stdout)
+    for command, answer in zip(commands, said, strict=True):
+        found.setdefault(command[0], []).append(tuple(answer))
+    return found
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_and_mistakes_answer_without_heavy_imports(programs: Programs, program: str) -> None:
-    text = programs.run("-c", NO_TORCH, program, "--help").stdout
+def test_help_and_mistakes_answer_without_heavy_imports(answers: Answers, program: str) -> None:
+    (code, text, _), *others = answers[program]
+    assert code == 0
     assert "--nproc" in text
-    for words, line in (
-        (["--nprok", "2"], "error: Unrecognized options: --nprok, 2; perhaps you meant --nproc .*\n"),
-        (["--nproc", "0"], "error: --nproc 0: at least 1 process is needed\n"),
-        (["--dist-backend", "mpi"], "error: invalid choice 'mpi' for argument '--dist-backend'.*\n"),
-        (["--world-size", "2", "--rank", "5", "--dist-url", "tcp://h:1"], "error: --rank 5 with --world-size 2: .*\n"),
-    ):
-        done = programs.run("-c", NO_TORCH, program, *words, *NEEDED.get(program, ()), code=2)
-        assert re.fullmatch(line, done.stderr), done.stderr
-        assert done.stdout == ""
+    for (code, out, err), (_, line) in zip(others, MISTAKES, strict=True):
+        assert (code, out) == (2, ""), err
+        assert re.fullmatch(line, err), err
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -20,6 +20,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.xdist_group("site")  # one build, one browser
 PHONE, DESK = 390, 1400  # px
 HOSTILE = "http://127.0.0.1:9"  # a proxy that nobody serves: whoever asks the network fails
 

@@ -12,6 +12,7 @@ from tests.conftest import ROOT, Programs
 from tests.docs.markdown import shell_blocks
 from tests.runs import losses, mutated, result
 
+pytestmark = pytest.mark.xdist_group("your model")  # which trains it once for all
 PAGE = (ROOT / "docs" / "en" / "your-model.md").read_text()
 FP32 = ("--precision", "fp32")
 

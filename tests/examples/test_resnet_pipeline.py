@@ -21,8 +21,11 @@ from examples.resnet_pipeline.images import CLASSES, draw
 from examples.resnet_pipeline.parts import micro_batch_sizes
 from examples.resnet_pipeline.plan import balanced, simulate
 from examples.resnet_pipeline.schedule import SCHEDULES, Op
+from tests import warm
 from tests.conftest import ROOT, Programs
 from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result
+
+warm.ALSO += ["torch.distributed.pipelining"]
 
 JOB = ("-m", "tests.examples.pipeline_job")
 TRAIN = ("-m", "examples.resnet_pipeline.train")
@@ -249,6 +252,7 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
 # ------------------------------------------------------------------------------------------------- the faults
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("engine", "signum", "what"),
     [

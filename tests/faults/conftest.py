@@ -1,4 +1,4 @@
-"""What all tests of faults share."""
+"""What the tests of faults share: the programs' trainings, a small disk, images, a small model, undisturbed runs."""
 
 import subprocess
 from collections.abc import Generator
@@ -8,14 +8,19 @@ import pytest
 
 from tests.conftest import Programs
 from tests.faults.jobs import Jobs
+from tests.make_data import draw_folder
+from tests.runs import tiny_imagenet
+
+TRAIN = ("-m", "examples.imagenet_ddp.train")
+# 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
+FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
+SLOW = 2  # times: the bounds are those of a machine that does nothing else
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Generator[Jobs]:
+def jobs(session_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     """The programs' trainings; each that nobody disturbs is run once."""
-    programs = Programs()
-    yield Jobs(programs, tmp_path_factory.mktemp("jobs"))
-    programs.kill()
+    return Jobs(session_programs, tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture
@@ -26,3 +31,26 @@ def disk(tmp_path: Path) -> Generator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drawn")
+    draw_folder(path, train=101, val=23, size=40)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_imagenet(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    session_programs: Programs, tmp_path_factory: pytest.TempPathFactory, tiny: Path, folder: Path
+) -> dict[int, Path]:
+    outs = {}
+    for nproc in (2, 3):
+        outs[nproc] = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
+        session_programs.run(*TRAIN, "--nproc", nproc, *FLAGS, "--out", outs[nproc], folder, cwd=tiny)
+    return outs

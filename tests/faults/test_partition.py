@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
-from tests.faults.test_restarts import FLAGS, folder, same, tiny, undisturbed
+from tests.faults.conftest import FLAGS
+from tests.faults.test_restarts import same
 from tests.runs import Eventually, newest_step
 
-__all__ = ["folder", "tiny", "undisturbed"]  # fixtures
 NODE = """
 import os, sys
 space, device, *command = sys.argv[1:]
@@ -45,6 +45,7 @@ def network() -> Generator[tuple[str, str]]:
             ip("netns", "delete", space)
 
 
+@pytest.mark.timed
 def test_the_network_between_two_nodes_is_cut(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually,
     network: tuple[str, str],

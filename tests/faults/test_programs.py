@@ -32,6 +32,7 @@ def newest(out: Path) -> Path:
     return max(paths)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, eventually: Eventually
@@ -143,6 +144,7 @@ def leaving(jobs: Jobs) -> Path:
     return jobs.broken("leaves", *(returning_early(module) for module in sorted(modules)))
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_an_exception_in_one_rank_ends_all_ranks(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, broken: Path, eventually: Eventually
@@ -158,6 +160,7 @@ def test_an_exception_in_one_rank_ends_all_ranks(
     assert programs.gone(within=0.5)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_rank_that_leaves_early_ends_the_others(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, leaving: Path
@@ -178,6 +181,7 @@ def node(programs: Programs, job: Job, port: int, number: int, out: Path, *more:
     return programs.start(*job.words, *url, *more, "--out", out, cwd=job.code)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_nodes_that_see_other_checkpoints_stop(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, free_port: int
@@ -215,6 +219,7 @@ def test_resuming_with_other_flags_is_refused(programs: Programs, tmp_path: Path
     assert (result(out)["world_size"], result(out)["steps"]) == (2, result(jobs.whole(program))["steps"])
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_port_in_use_and_a_peer_that_never_joins_are_named(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, free_port: int

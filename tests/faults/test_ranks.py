@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
+from tests.faults.conftest import SLOW
 from tests.faults.jobs import NPROC, PROGRAMS, Jobs
-from tests.faults.test_restarts import SLOW
 from tests.runs import Eventually, newest_step
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_rank_that_hangs_is_named(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, eventually: Eventually
@@ -37,6 +38,7 @@ def test_a_rank_that_hangs_is_named(
     assert programs.gone(within=2)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_rank_that_is_killed_is_named(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, eventually: Eventually

@@ -11,39 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
-from tests.make_data import draw_folder
-from tests.runs import Eventually, losses, newest_step, result, tiny_imagenet
+from tests.faults.conftest import FLAGS, SLOW, TRAIN
+from tests.runs import Eventually, losses, newest_step, result
 
 TORCHRUN = ("-m", "torch.distributed.run")
-TRAIN = ("-m", "examples.imagenet_ddp.train")
-# 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
-FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
 STEPS, EVERY = 108, 3
-SLOW = 2  # times: the bounds are those of a machine that does nothing else
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("drawn")
-    draw_folder(path, train=101, val=23, size=40)
-    return path
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_imagenet(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(
-    shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory, tiny: Path, folder: Path
-) -> dict[int, Path]:
-    outs = {}
-    for nproc in (2, 3):
-        outs[nproc] = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
-        shared_programs.run(*TRAIN, "--nproc", nproc, *FLAGS, "--out", outs[nproc], folder, cwd=tiny)
-    return outs
 
 
 def same(out: Path, other: Path) -> bool:
@@ -89,6 +62,7 @@ def agent(
     )  # fmt: skip
 
 
+@pytest.mark.timed
 def test_a_node_is_lost_and_comes_back(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, free_port: int, eventually: Eventually
 ) -> None:
@@ -129,6 +103,7 @@ def test_a_node_is_lost_and_comes_back(
     assert stopped > 9 * epochs[0]
 
 
+@pytest.mark.timed
 def test_workers_end_with_their_agent(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, free_port: int, eventually: Eventually
 ) -> None:
@@ -140,6 +115,7 @@ def test_workers_end_with_their_agent(
     assert programs.gone(within=5 * SLOW)
 
 
+@pytest.mark.timed
 def test_the_rendezvous_host_is_lost(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], free_port: int,
     eventually: Eventually,
