@@ -153,7 +153,7 @@ def test_pages_on_a_phone(site: Path, browser: Chrome) -> None:
 
 @pytest.mark.parametrize(("page", "words", "expected"), [
     ("index.html", "reduce-scatter", "Concepts"),
-    ("zh/index.html", "写时复制", "概念"),
+    ("zh/index.html", "邻居", "概念"),  # every character is a word: rare ones, or many pages come first
 ])  # fmt: skip
 def test_search_works_from_the_disk(site: Path, browser: Chrome, page: str, words: str, expected: str) -> None:
     show(browser, site / page, DESK)
