@@ -41,7 +41,7 @@ class Claim:
         """The value, or None where the results do not have it."""
         try:
             value = self.value(found)
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError, ValueError):  # ValueError: the least of nothing
             return None
         return None if value is None else float(value)
 
@@ -317,11 +317,9 @@ BENCHMARKS = (
     Benchmark(
         "allreduce", "All-reduces by hand beside torch's", "allreduce", "", "--rounds 1 --steps 0 --ranks 2", claims=(
             *(
-                Claim(f"{name}, ResNet-18's gradients, {ranks} ranks, against dist.all_reduce", goal,
-                      lambda found, ranks=ranks, way=way:
-                      found["sizes"][ranks]["times_faster_than_torch"][RESNET18][way])
-                for name, way, goal in (("a ring by hand", "ring", 1.0),
-                                        ("sum in shared memory in place", "shared memory, in place", 5.0))
+                Claim(f"shared memory in place, ResNet-18's gradients, {ranks} ranks, against dist.all_reduce", 5,
+                      lambda found, ranks=ranks:
+                      found["sizes"][ranks]["times_faster_than_torch"][RESNET18]["shared memory, in place"])
                 for ranks in ("2", "4")
             ),
             *(

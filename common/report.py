@@ -302,6 +302,9 @@ class Report:
     def _write_events(self) -> None:
         if not self._for_tensorboard:
             return
+        disk, room = os.statvfs(self.out), 1 << 16
+        if disk.f_bavail * disk.f_frsize < room:  # the thread of TensorBoard that writes would print a traceback
+            raise unwritable(self.out / "tensorboard", "No space left on device", room)
         with _writing(self.out / "tensorboard"):
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter  # half a second

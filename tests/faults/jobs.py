@@ -30,7 +30,7 @@ TRAININGS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
         ("imagenet_ddp.train", "FOLDER", "--epochs", 10, "-b", 12, "--image-size", 32, "--lr", 0.05), EVERY),
     "manual_allreduce_sgd": (("manual_allreduce_sgd.train", "--epochs", 8), EVERY),
     "resnet_pipeline": (
-        ("resnet_pipeline.train", "-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3,
+        ("resnet_pipeline.train", "-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "--micro-batches", 3,
          "--epochs", 20, "--norm", "group", "--balance", "even"), EVERY),
     "bert_dp.train": (("bert_dp.train", "--epochs", 6, "-b", 24, "--hidden", 64, "--dropout", 0.1), EVERY),
     # the Trainer saves after every epoch, which has 8 steps here

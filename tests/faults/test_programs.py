@@ -92,6 +92,7 @@ def test_a_full_disk_is_named(programs: Programs, disk: Path, jobs: Jobs, progra
             while size in write(ballast.fileno(), size):
                 pass
     done = programs.finish(process, 2, limit=60)
+    assert len(errors(done)) == 1, done.stdout + done.stderr
     (line,) = errors(done)
     assert re.search(r"error: .* cannot be written \(.*\): [\d,]+ bytes needed, [\d,]+ free$", line), line
     assert "Traceback" not in done.stderr
