@@ -1,6 +1,7 @@
 """A small generator and discriminator for grey images, and how far what they make is from what is real."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +37,18 @@ class Generator(nn.Sequential):
 
 
 class Discriminator(nn.Sequential):
-    """Images [N, 1, size, size] to logits [N]: above 0 for "real"."""
+    """Images [N, 1, size, size] to logits [N]: above 0 for "real".
 
-    def __init__(self, size: int) -> None:
+    With BatchNorm, what a rank computes depends on which of its images come together, and DDP has buffers to send.
+    """
+
+    def __init__(self, size: int, norm: Literal["group", "batch"] = "group") -> None:
         side = size // 4
         super().__init__(
             nn.Conv2d(1, 32, 4, stride=2, padding=1),  # [N, 32, size / 2, size / 2]
             nn.GELU(),
             nn.Conv2d(32, 64, 4, stride=2, padding=1, bias=False),  # [N, 64, size / 4, size / 4]
-            nn.GroupNorm(1, 64),
+            nn.BatchNorm2d(64) if norm == "batch" else nn.GroupNorm(1, 64),
             nn.GELU(),
             nn.Flatten(),
             nn.Linear(64 * side * side, 1),

@@ -23,8 +23,8 @@ def discriminator_backward(way: Way, wrapped: nn.Module, reals: Tensor, fakes: T
 
     Args:
         way: `no` follows the rule. The others break it:
-            two-forwards, then one backward of both losses: DDP writes the buffers, if there are any, before each
-            forward; for autograd that was a change in place, an error, until torch's pull request 175851;
+            two-forwards, then one backward of both losses: DDP writes the buffers, if there are any (BatchNorm's),
+            before each forward; for autograd that was a change in place, an error, until torch's pull request 175851;
             two-passes, each a forward and a backward: right, but all gradients are sent twice;
             two-backwards after two forwards: the second one's gradients are not averaged, and nothing says so.
         wrapped: the discriminator in DDP.

@@ -26,6 +26,8 @@ class Args:
 
     break_the_rule: Literal["no", "two-forwards", "two-passes", "two-backwards"] = "no"
     """Train the discriminator on real and generated images apart (rule.py says what happens then)."""
+    norm: Literal["group", "batch"] = "group"
+    """Normalisation in the discriminator; BatchNorm has buffers, which DDP sends before each forward."""
     dataset: str = "digits"
     """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
     data_dir: Path = Path("data")
@@ -100,13 +102,13 @@ def train(args: Args, world: World) -> None:
             generator=torch.Generator(),
         )  # fmt: skip
         generator = numerics.prepare(Generator(data.size, args.latent))
-        discriminator = numerics.prepare(Discriminator(data.size))
+        discriminator = numerics.prepare(Discriminator(data.size, args.norm))
         ids = [world.device] if world.device.type == "cuda" else None
         generator_ddp = DistributedDataParallel(numerics.compiled(generator), device_ids=ids)
         discriminator_ddp = DistributedDataParallel(numerics.compiled(discriminator), device_ids=ids)
         optimizers = [Adam(network.parameters(), args.lr, betas=(0.5, 0.99)) for network in (generator, discriminator)]
         both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
-        same = ("dataset", "batch_size", "epochs", "lr", "latent", "seed", "break_the_rule")
+        same = ("dataset", "batch_size", "epochs", "lr", "latent", "seed", "break_the_rule", "norm")
         config = {name: getattr(args, name) for name in same} | numerics.settings
         parts = {"model": both, "generator_optimizer": optimizers[0], "discriminator_optimizer": optimizers[1]}
         checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world)
@@ -159,6 +161,8 @@ def train(args: Args, world: World) -> None:
 
                 report.gather_losses()
                 prove_seen_once(seen)
+                for buffer in both.buffers():  # BatchNorm's statistics: each rank has its own since its last forward
+                    dist.broadcast(buffer, 0)
                 prove_replicas_agree(both, world)
                 with report.evaluating():
                     made = generate(generator, noise(1000, args.latent, args.seed, 0, 0))  # [1000, 1, H, W]

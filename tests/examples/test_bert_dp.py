@@ -30,12 +30,13 @@ from common.errors import UserError
 from common.metrics import classification_metrics
 from common.precision import Precision
 from common.proof import parameter_hash
-from examples.bert_dp.classifier import Classifier, load, prepare, save
+from examples.bert_dp.classifier import Classifier, data_parallel, load, prepare, save
 from examples.bert_dp.options import TextOptions
 from examples.bert_dp.reviews import ID2LABEL, SHIPPED, read_reviews, split
 from examples.bert_dp.tokens import LengthSampler, encode, make_tokenizer, read_vocabulary, vocabulary
 from tests import warm
-from tests.conftest import Programs
+from tests.conftest import ROOT, Programs
+from tests.cpu_replicas import OnCpus
 from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, predictions, result
 
 warm.ALSO += [
@@ -436,6 +437,69 @@ def test_sums_are_right_for_unequal_chunks_and_means_are_not() -> None:
     assert abs(means - whole).item() > 1e-4
 
 
+@pytest.mark.parametrize("labels", [[0, 1, 1, 0, 1], [0, 1, 1, -100, -100]], ids=["labels", "padding"])
+def test_two_replicas_equal_one_device(monkeypatch: pytest.MonkeyPatch, labels: list[int]) -> None:
+    """5 reviews are 3 and 2: loss and gradients of the model itself, also where a replica has nothing but padding."""
+    monkeypatch.setattr(nn, "DataParallel", OnCpus)
+    ids, targets = odd_batch(5)[:5], torch.tensor(labels)
+    one, model = shipped()[0], Classifier(shipped()[0], NUMERICS)
+    loss = one(ids, (ids != 0).long(), labels=targets).loss
+    loss.backward()
+    parallel = data_parallel(model, [0, 1])
+    assert isinstance(parallel, OnCpus)
+    sums = parallel(ids, targets)  # [2]
+    assert (sums.shape, parallel.chunks) == ((2,), [[3, 2]])
+    found = sums.sum() / (targets >= 0).sum()
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    gradients = {name: parameter.grad for name, parameter in one.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    torch.testing.assert_close(
+        {name: parameter.grad for name, parameter in model.bert.named_parameters()}, gradients, rtol=1e-4, atol=1e-6
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(parallel(ids), one(ids, (ids != 0).long()).logits)
+        assert parallel(ids[:1]).shape == (1, 2), "fewer reviews than devices"
+
+
+FIVES = ("--epochs", 1, "-b", 5, "--hidden", 64, "--layers", 2, *FP32)  # 56 batches of 5 reviews and one of 4
+MEANS = (('reduction="sum"', 'reduction="mean"', "classifier"), ("sums.sum() / total", "sums.mean()", "train"))
+
+
+@pytest.fixture(scope="module")
+def fives(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program on one device."""
+    out = tmp_path_factory.mktemp("fives")
+    shared_programs.run(*TRAIN, *FIVES, "--out", out)
+    return out
+
+
+@pytest.mark.parametrize("means", [False, True], ids=["sums", "mutation"])
+def test_the_program_on_two_replicas(programs: Programs, tmp_path: Path, fives: Path, means: bool) -> None:
+    """Two replicas train as one device does; not so with the mean of the replicas' means."""
+    path = "examples/bert_dp/classifier.py"
+    changed = mutated(
+        tmp_path / "changed",
+        (path, "import torch\n", "import cpu_replicas\nimport torch\n"),
+        (path, "LABEL2ID =", "cpu_replicas.install()\nLABEL2ID ="),
+        (path, "        return []\n", "        return [0, 1]\n"),
+        *((f"examples/bert_dp/{file}.py", old, new) for old, new, file in MEANS if means),
+    )
+    shutil.copy(ROOT / "tests" / "cpu_replicas.py", changed)
+    out = tmp_path / "out"
+    done = programs.run(*TRAIN, *FIVES, "--out", out, cwd=changed)
+    assert re.findall(r"trained on chunks of (.*)", done.stdout) == ["[3, 2]"] * 56 + ["[2, 2]"]
+    found, expected = losses(out), losses(fives)
+    if means:
+        assert max(abs(a - b) / b for a, b in zip(found, expected, strict=True)) > 5e-3
+        return
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=0)
+    torch.testing.assert_close(state_of(out), state_of(fives), rtol=1e-3, atol=2e-4)
+    assert predictions(out) == predictions(fives)
+    names = ("metrics", "steps", "train_samples")
+    assert [result(out)[name] for name in names] == [result(fives)[name] for name in names]
+
+
 def test_the_inner_model_is_reached_through_module() -> None:
     wrapped = nn.DataParallel(shipped()[0])
     with pytest.raises(AttributeError, match="config"):
@@ -717,3 +781,46 @@ def test_real_reviews_are_learned(programs: Programs, tmp_path: Path, real_data:
         "--max-length", 64, "--epochs", 3, "--out", tmp_path / "out", limit=200,
     )  # fmt: skip
     assert result(tmp_path / "out")["metrics"]["accuracy"] > 0.75
+
+
+# ----------------------------------------------------------------------------------------------------- with a GPU
+
+
+def several() -> dict[str, str]:
+    """One GPU, and with several all of them."""
+    count = torch.cuda.device_count()
+    return {"one": "0"} | ({"all": ",".join(map(str, range(count)))} if count > 1 else {})
+
+
+@pytest.mark.gpu
+def test_cuda_devices_equal_a_plain_loop(
+    programs: Programs, tmp_path: Path, reference: tuple[BertForSequenceClassification, list[float]]
+) -> None:
+    """`nn.DataParallel` over one GPU and, with several, over all of them."""
+    for name, visible in several().items():
+        done = programs.run(
+            *TRAIN, *SMALL, "--deterministic", "--out", tmp_path / name, env={"CUDA_VISIBLE_DEVICES": visible}
+        )
+        used = ", ".join(f"cuda:{number}" for number in range(len(visible.split(","))))
+        assert f"DataParallel over {used}\n" in done.stdout
+        torch.testing.assert_close(losses(tmp_path / name), reference[1], rtol=1e-3, atol=0)
+        assert result(tmp_path / name)["device"] == "cuda"
+
+
+@pytest.mark.gpu
+def test_the_trainer_on_cuda_devices_equals_the_cpu(
+    programs: Programs, tmp_path: Path, even: Path, by_trainer: dict[int, Path]
+) -> None:
+    """It counts the GPUs itself, and the global batch is divided by them."""
+    for name, visible in several().items():
+        flags = (*TRAINER, *EVEN, "--csv", even, "--out", tmp_path / name)
+        count = len(visible.split(","))
+        if 36 % count:  # the batch of EVEN
+            programs.run(*flags, env={"CUDA_VISIBLE_DEVICES": visible}, code=2)
+            continue
+        done = programs.run(*flags, env={"CUDA_VISIBLE_DEVICES": visible})
+        assert f"{count} device(s) per process" in done.stdout
+        found = result(tmp_path / name)
+        assert found["parallel_mode"] == ("not_parallel" if count == 1 else "not_distributed")
+        assert found["steps"] == 15
+        torch.testing.assert_close(losses(tmp_path / name), losses(by_trainer[1]), rtol=2e-3, atol=0)

@@ -1,8 +1,10 @@
 """gan_ddp against a plain loop that breaks the rule, where breaking it does no harm, and against what it forbids."""
 
+import inspect
 import re
 import signal
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from common.data import ImageData, digits, idx_folder
 from examples.gan_ddp.networks import Discriminator, Generator, frechet_distance, noise, scaled
@@ -24,10 +27,26 @@ LONG = (*TRAIN, "--epochs", 20)
 Networks = tuple[dict[str, Tensor], list[float], float]
 
 
-def plain_loop(data: ImageData) -> Networks:
-    """The same training without distributed code, and with two forwards of the discriminator per iteration."""
+def plain_loop(
+    data: ImageData, norm: Literal["group", "batch"] = "group", ranks: int = 1, apart: bool = True
+) -> Networks:
+    """The same training without distributed code.
+
+    Args:
+        data: the images.
+        norm: of the discriminator.
+        ranks: shares of the batch that go through the networks one by one: for BatchNorm, it makes a difference.
+        apart: two forwards of the discriminator per iteration and share, real and generated images apart.
+    """
     torch.manual_seed(0)
-    generator, discriminator = Generator(data.size, 32), Discriminator(data.size)
+    generator, discriminator = Generator(data.size, 32), Discriminator(data.size, norm)
+
+    def judge(rank: int, images: Tensor) -> Tensor:
+        for module in discriminator.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = 0.0 if rank else 0.1  # rank 0's statistics are the ones that stay
+        return discriminator(images)
+
     optimizers = [
         torch.optim.Adam(network.parameters(), 1e-3, betas=(0.5, 0.99)) for network in (generator, discriminator)
     ]
@@ -37,12 +56,20 @@ def plain_loop(data: ImageData) -> Networks:
         for chosen in order.split(24):
             reals = scaled(data.train.pixels[chosen])
             fakes = generator(noise(len(chosen), 32, 0, len(found)))
-            loss = F.softplus(-discriminator(reals)).mean() + F.softplus(discriminator(fakes.detach())).mean()
+            loss = torch.zeros(())
+            for rank in range(min(ranks, len(chosen))):
+                real, fake = reals[rank::ranks], fakes.detach()[rank::ranks]
+                if apart:
+                    logits = judge(rank, real), judge(rank, fake)
+                else:
+                    logits = judge(rank, torch.cat([real, fake])).split([len(real), len(fake)])
+                loss = loss + (F.softplus(-logits[0]).sum() + F.softplus(logits[1]).sum()) / len(chosen)
             discriminator.zero_grad()
             loss.backward()
             optimizers[1].step()
             generator.zero_grad()
-            F.softplus(-discriminator(fakes)).mean().backward()
+            fooled = [F.softplus(-judge(rank, fakes[rank::ranks])).sum() for rank in range(min(ranks, len(chosen)))]
+            (torch.stack(fooled).sum() / len(chosen)).backward()
             optimizers[0].step()
             found.append(loss.item())
     with torch.no_grad():
@@ -96,6 +123,57 @@ def test_ways_that_are_right_without_buffers(
     run = (*TRAIN, "--dataset", small, *SMALL, "--break-the-rule", way, "--out", tmp_path)
     programs.run(*run, "--nproc", 2)
     torch.testing.assert_close(losses(tmp_path), reference[1], rtol=1e-4, atol=0)
+
+
+@pytest.fixture(scope="module")
+def with_batchnorm(small: Path) -> dict[str, Networks]:
+    """Shares of two ranks, real and generated images apart, and together."""
+    return {way: plain_loop(idx_folder(small), "batch", 2, way == "two-forwards") for way in ("two-forwards", "no")}
+
+
+BATCHNORM = (*TRAIN, "--nproc", 2, *SMALL, "--norm", "batch")
+# Since its pull request 175851, autograd does not see that DDP writes BatchNorm's statistics before each forward.
+HIDDEN = "_unsafe_preserve_version_counter"
+OLD_TORCH = f"import contextlib\ntorch.autograd.{HIDDEN} = lambda tensors: contextlib.nullcontext()\n"
+
+
+@pytest.mark.parametrize("way", ["two-forwards", "no"])
+def test_batchnorm(
+    programs: Programs, tmp_path: Path, small: Path, with_batchnorm: dict[str, Networks], way: str
+) -> None:
+    """Both are right where torch hides the writing from autograd, but they do not compute the same."""
+    fails = way == "two-forwards" and HIDDEN not in inspect.getsource(DistributedDataParallel._sync_buffers)
+    run = (*BATCHNORM, "--dataset", small, "--break-the-rule", way, "--out", tmp_path)
+    done = programs.run(*run, code=1 if fails else 0)
+    if fails:
+        assert "has been modified by an inplace operation" in done.stderr
+        return
+    state, expected, _ = with_batchnorm[way]
+    torch.testing.assert_close(losses(tmp_path), expected, rtol=1e-4, atol=0)
+    found = torch.load(max((tmp_path / "checkpoints").glob("step-*.pt")), weights_only=True)["model"]
+    counter = "discriminator.3.num_batches_tracked"
+    assert found[counter] == 27 * (3 if way == "two-forwards" else 2), "of rank 0, without those of `settle`"
+    torch.testing.assert_close(found | {counter: 0}, state | {counter: 0}, rtol=1e-3, atol=1e-4)
+    other = with_batchnorm["no" if way == "two-forwards" else "two-forwards"][1]
+    assert max(abs(a - b) / b for a, b in zip(losses(tmp_path), other, strict=True)) > 1e-2
+
+
+@pytest.mark.parametrize("way", ["two-forwards", "two-passes", "no"])
+def test_batchnorm_as_it_was_in_older_versions_of_torch(
+    programs: Programs, tmp_path: Path, small: Path, way: str
+) -> None:
+    """Without what hides it, two forwards before a backward fail; one forward and one backward in turn never did."""
+    old = mutated(tmp_path / "old", ("examples/gan_ddp/train.py", "import torch\n", f"import torch\n{OLD_TORCH}"))
+    run = (*BATCHNORM, "--dataset", small, "--break-the-rule", way, "--out", tmp_path / "out", "--epochs", 1)
+    done = programs.run(*run, cwd=old, code=1 if way == "two-forwards" else 0)
+    assert ("has been modified by an inplace operation" in done.stderr) == (way == "two-forwards")
+
+
+def test_mutation_statistics_of_each_rank(programs: Programs, tmp_path: Path, small: Path) -> None:
+    """After its last forward each rank has statistics of its own, whatever DDP wrote before it."""
+    broken = mutated(tmp_path / "broken", ("examples/gan_ddp/train.py", "dist.broadcast(buffer, 0)", "pass"))
+    done = programs.run(*BATCHNORM, "--dataset", small, "--out", tmp_path / "out", cwd=broken, code=1)
+    assert "ProofError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
 
 
 def test_mutation_noise_of_a_rank(programs: Programs, tmp_path: Path, small: Path, reference: Networks) -> None:
