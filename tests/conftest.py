@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.warm import MARK, name_of
+from tests.warm import MARK, WAITING, name_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +52,7 @@ class Programs:
 
         It is forked from a process that has imported torch (see `tests/warm.py`), unless `cold` or `env` forbid it.
         """
-        kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START")
+        kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START", *WAITING)
         clean = {name: os.environ[name] for name in kept if name in os.environ}
         program = subprocess.Popen
         if not cold and warm.possible([*map(str, words)], self.env | (env or {})):

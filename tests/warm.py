@@ -36,6 +36,7 @@ LIBRARIES = (
 )  # fmt: skip
 ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
+WAITING = ("OMP_WAIT_POLICY",)  # how threads wait for work: it says nothing about what they compute, and is passed on
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
 Request = tuple[list[str], dict[str, str], str, list[int]]
@@ -93,7 +94,7 @@ def start() -> None:
     """Start a server for this process; it ends when this process does."""
     if Warm.server is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_IMPORT)}
+        env = {k: v for k, v in os.environ.items() if k in WAITING or not k.startswith(READ_AT_IMPORT)}
         Warm.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *ALSO],
             pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,

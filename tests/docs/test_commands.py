@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
+from tests.warm import WAITING
 
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
 ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
@@ -34,14 +35,24 @@ def label(value: object) -> str | None:
     return str(value) if isinstance(value, int) else ""
 
 
+@pytest.fixture(scope="session")
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where matplotlib keeps its list of fonts, which every new HOME would have to wait for."""
+    return tmp_path_factory.mktemp("fonts")
+
+
 @pytest.mark.parametrize(("page", "number", "code"), to_run(PAGES), ids=label)
-def test_commands_run(programs: Programs, tmp_path: Path, free_port: int, page: Path, number: int, code: str) -> None:
+def test_commands_run(
+    programs: Programs, tmp_path: Path, fonts: Path, free_port: int, page: Path, number: int, code: str
+) -> None:
     script = "set -e\n" + code.replace("29500", str(free_port))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
     done = subprocess.run(
         [shutil.which("bash") or "bash", "-c", script],
         cwd=tmp_path,
-        env={"PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "DDP_TEST_RUN": programs.token},
+        env={"PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "DDP_TEST_RUN": programs.token}
+        | {"MPLCONFIGDIR": str(fonts), **waiting},
         capture_output=True,
         text=True,
         timeout=200,

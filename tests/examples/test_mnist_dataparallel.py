@@ -35,6 +35,7 @@ TRAIN = ("-m", "examples.mnist_dataparallel.train")
 TORCHRUN = ("-m", "torch.distributed.run")
 FP32 = ("--precision", "fp32")
 SMALL = ("--epochs", 3, "--batch-size", 24, "--lr", 0.1, *FP32)
+LONG = (*TRAIN, "--epochs", 12)
 CPU = torch.device("cpu")
 STEPS = "examples/mnist_dataparallel/eight_steps.py"
 
@@ -426,19 +427,26 @@ def test_mutation_processes_not_averaged(programs: Programs, tmp_path: Path, sma
 
 
 @pytest.fixture(scope="module")
+def default_run(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """One process with two replicas, 240 steps."""
+    out = tmp_path_factory.mktemp("default")
+    done = shared_programs.run(*TRAIN, "--explain", "--out", out)
+    return result(out) | {"losses": losses(out), "out": out, "printed": done.stdout}
+
+
+@pytest.fixture(scope="module")
 def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Result]:
-    """Runs of 240 steps that nobody disturbs: one process with two replicas, and two processes with two each."""
+    """Runs of 144 steps that nobody disturbs: one process with two replicas, and two processes with two each."""
     found = {}
     for nproc in (1, 2):
         out = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
-        flags = ("--explain",) if nproc == 1 else ("--nproc", 2)
-        done = shared_programs.run(*TRAIN, *flags, "--out", out)
-        found[nproc] = result(out) | {"losses": losses(out), "out": out, "printed": done.stdout}
+        shared_programs.run(*LONG, *(("--nproc", 2) if nproc == 2 else ()), "--out", out)
+        found[nproc] = result(out) | {"losses": losses(out)}
     return found
 
 
-def test_the_contract(undisturbed: dict[int, Result]) -> None:
-    found = undisturbed[1]
+def test_the_contract(default_run: Result) -> None:
+    found = default_run
     expected = {
         "example": "mnist_dataparallel", "world_size": 1, "nodes": 1, "device": "cpu", "backend": "gloo",
         "dataset": "digits", "train_samples": 1436, "eval_samples": 361, "epochs": 20, "steps": 240,
@@ -456,8 +464,8 @@ def test_the_contract(undisturbed: dict[int, Result]) -> None:
     assert "batch 120 = 1 process(es) x chunks of 60, 60\n" in found["printed"]
 
 
-def test_the_eight_steps_are_explained(undisturbed: dict[int, Result]) -> None:
-    table = undisturbed[1]["printed"].split("iteration 3, step by step:\n")[1].splitlines()[1:11]
+def test_the_eight_steps_are_explained(default_run: Result) -> None:
+    table = default_run["printed"].split("iteration 3, step by step:\n")[1].splitlines()[1:11]
     rows = [re.fullmatch(r"(\d) (.{56}) +(\d+\.\d\d)  (.*)", line) for line in table[:9]]
     assert [row and row[1] for row in rows] == ["1", "2", "3", "4", "5", "6", "7", "7", "8"]
     count = sum(parameter.numel() for parameter in DigitNet(8, 10).parameters())
@@ -482,7 +490,7 @@ def test_the_eight_steps_are_explained(undisturbed: dict[int, Result]) -> None:
 def test_killed_and_resumed_is_bit_identical(
     programs: Programs, tmp_path: Path, undisturbed: dict[int, Result], nproc: int, eventually: Eventually
 ) -> None:
-    flags = (*TRAIN, *(("--nproc", 2) if nproc == 2 else ()), "--checkpoint-every", 7, "--out", tmp_path)
+    flags = (*LONG, *(("--nproc", 2) if nproc == 2 else ()), "--checkpoint-every", 7, "--out", tmp_path)
     steps = []
     for goal in (30, 100):
         process = programs.start(*flags, "--resume", "auto")
@@ -504,7 +512,7 @@ def test_a_signal_saves_the_step_and_leaves_nothing(
     signum: signal.Signals, code: int,
 ) -> None:  # fmt: skip
     nproc = 2 if signum == signal.SIGINT else 1
-    flags = (*TRAIN, *(("--nproc", 2) if nproc == 2 else ()), "--checkpoint-every", 1000, "--out", tmp_path)
+    flags = (*LONG, *(("--nproc", 2) if nproc == 2 else ()), "--checkpoint-every", 1000, "--out", tmp_path)
     process = programs.start(*flags)
     eventually(lambda: newest_step(tmp_path) >= 24, 100, "step 24")
     time.sleep(0.03)
