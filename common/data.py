@@ -1,5 +1,7 @@
 """Data: embedded digits, MNIST-like files, exact shards for evaluation."""
 
+import functools
+import gc
 import gzip
 import math
 import multiprocessing
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from common.distributed import World, end_with_parent, main_first
+from common.distributed import World, main_first
 from common.errors import UserError
 from common.precision import Numerics
 from common.seed import seed_loader_worker
@@ -347,18 +349,23 @@ def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
     Raises:
         UserError: that, or that no batch comes.
     """
+    _end_loader_workers_at_exit()
     try:
         yield from batches
+        return
     except UserError as error:
-        raise UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error)) from None
+        mistake = UserError(str(error).strip().splitlines()[-1].partition("UserError: ")[2] or str(error))
     except RuntimeError as error:
         found = re.match(r"DataLoader timed out after ([\d.]+?)(\.0)? seconds", str(error))
         if not found:
             raise
-        raise UserError(
+        mistake = UserError(
             f"no batch came from the loader's workers within {found[1]} s: see what they printed above; in a "
             f"container, /dev/shm may be too small (--shm-size 1g), and --workers 0 needs none"
-        ) from None
+        )
+    # Nothing may hold the loader's frames any more: when it is gone, so are its workers and its semaphores.
+    gc.collect()  # an exception and the frame that raised it hold each other
+    raise mistake
 
 
 def train_loader(
@@ -386,9 +393,6 @@ def eval_batches(dataset: Any, batch_size: int, world: World, numerics: Numerics
 
 def _loader(dataset: Any, world: World, workers: int | None, **order: Any) -> "DataLoader[Any]":
     workers = default_workers(world) if workers is None else workers
-    if workers:
-        # Before `multiprocessing` ends a process, it asks its children with SIGTERM to end, and waits for them.
-        util.Finalize(None, _end_loader_workers, exitpriority=1)
     return DataLoader(
         dataset,
         **order,
@@ -410,11 +414,17 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _start_worker(number: int) -> None:
-    """Loader workers leave signals to the rank that started them, and end at once when it is gone."""
+    """Loader workers leave signals to the rank that started them."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # both reach whole process groups: Ctrl-C, `timeout`, SLURM
-    end_with_parent()
     seed_loader_worker(number)
+
+
+@functools.cache
+def _end_loader_workers_at_exit() -> None:
+    # Before `multiprocessing` ends a process, it asks its children with SIGTERM to end, and waits for them: but they
+    # leave that signal to the rank, or have inherited its handler.
+    util.Finalize(None, _end_loader_workers, exitpriority=1)
 
 
 def _end_loader_workers() -> None:

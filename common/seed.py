@@ -30,8 +30,12 @@ def seed_everything(seed: int, rank: int, deterministic: bool = False) -> None:
 def seed_loader_worker(_: int) -> None:
     """A DataLoader's `worker_init_fn`: seed Python and NumPy from the seed that torch gave the worker.
 
-    torch seeds only itself in a worker; forked workers would otherwise draw equal NumPy numbers.
+    torch seeds only itself in a worker; forked workers would otherwise draw equal NumPy numbers. And the worker ends
+    when its rank does: torch itself watches the server that a worker was forked from, which stays for its sake.
     """
+    from common.distributed import end_with_parent  # which imports this module
+
+    end_with_parent()
     seed = torch.initial_seed() % 2**32
     random.seed(seed)
     np.random.seed(seed)
