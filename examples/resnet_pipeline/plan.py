@@ -211,9 +211,7 @@ def describe(plan: Plan, schedule: str, processes: int, count: int, micro_batch:
             f"{stage.kept / MIB:.1f} MiB of activations per micro-batch of {micro_batch}, "
             f"{1e3 * stage.forward:.1f} + {1e3 * stage.backward:.1f} ms"
         )
-    if (
-        schedule in SCHEDULES
-    ):  # with several stages per process, or with parts of the backward pass moved, it is another
+    if schedule in SCHEDULES:  # others have several stages per process, and so another bubble
         ideal = (processes - 1) / (count + processes - 1)
         lines.append(
             f"  predicted bubble: {ideal:.1%} by (P-1)/(M+P-1) with P = {processes}, M = {count}, "

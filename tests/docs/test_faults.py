@@ -33,6 +33,11 @@ def functions() -> dict[str, list[tuple[Path, ast.FunctionDef]]]:
 TESTS = functions()
 
 
+def test_no_fault_is_lost() -> None:
+    assert len(FAULTS) > 20
+    assert len(FAULTS) + len(MATRIX) + 2 == len(ROWS), "two tables, and nothing beside them"
+
+
 def programs_of(file: Path, test: ast.FunctionDef) -> set[str]:
     """The programs to which a test does something."""
     if file.parent.name == "examples":

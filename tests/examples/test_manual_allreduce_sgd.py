@@ -166,7 +166,8 @@ def test_a_silent_rank_ends_the_others(
     os.kill(silent, signal.SIGSTOP)
     started = time.monotonic()
     done = programs.finish(process, code=1)
-    assert time.monotonic() - started < 60, "5 seconds on a loaded machine, and not the 120 of the default"
+    seconds = time.monotonic() - started
+    assert 4 < seconds < 60, "5 seconds on a loaded machine, and not the 120 of the default; and not before"
     # By whoever gave up first, or by one who saw that one's connections close.
     how = "(Timed out waiting|timeout caused|Connection closed by peer)"
     lost = rf"error: rank \d: lost another process \(no word from rank 2 in step .*: .*{how}"
