@@ -137,6 +137,8 @@ class Checkpoints:
             UserError: damaged, made with other settings, or not the same on all ranks.
         """
         world, config = self.world, self.config
+        for leftover in self.folder.glob(".*.tmp") if world.is_main else ():  # of a process killed while it wrote
+            leftover.unlink(missing_ok=True)
         if resume == "no" and world.place.attempt == 0:
             _start_afresh(self.folder, world)
             return None
@@ -302,15 +304,12 @@ def latest(folder: Path, world: World) -> Checkpoint | None:
 
 def _start_afresh(folder: Path, world: World) -> None:
     """Move the checkpoints of an earlier run aside: mixed with new ones, they would be resumed by mistake."""
-    if world.is_main:
-        for leftover in folder.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
-        if _files(folder):
-            number = 1
-            while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-                number += 1
-            folder.rename(aside)
-            print(f"checkpoints of an earlier run were moved to {aside}", flush=True)
+    if world.is_main and _files(folder):
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        print(f"checkpoints of an earlier run were moved to {aside}", flush=True)
     dist.barrier()
 
 

@@ -10,7 +10,7 @@ import signal
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
@@ -49,9 +49,9 @@ class Images(Dataset[tuple[Tensor, Tensor, Tensor]]):
         """Number of samples."""
         return len(self.labels)
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitems__(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """A batch at once: pixels [B, 1, H, W] uint8, labels [B], indices [B]."""
-        chosen = torch.tensor(indices, dtype=torch.long)  # a batch may be empty
+        chosen = indices_of(keys)
         return self.pixels[chosen], self.labels[chosen], chosen
 
 
@@ -213,14 +213,23 @@ def _find(directory: Path, name: str) -> Path | None:
 def _download(directory: Path, name: str) -> None:
     import torchvision  # 1 to 4 seconds, which only a download has to pay
 
+    raw = directory / TORCHVISION[name] / "raw"
+    before = set(raw.glob("*"))
     try:
         getattr(torchvision.datasets, TORCHVISION[name])(str(directory), download=True)
     except (OSError, RuntimeError) as error:
+        for path in set(raw.glob("*")) - before:  # torchvision leaves a file with another checksum there
+            path.unlink()
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"{name} is not in {directory} and cannot be downloaded ({reason}); "
             f"put its four idx files there, or use --dataset digits, which needs no file"
         ) from None
+
+
+def indices_of(keys: Sequence[Any]) -> Tensor:
+    """The indices [B] that a sampler's keys name: indices themselves, or pairs (epoch, index) as of `StepSampler`."""
+    return torch.tensor([key[1] if isinstance(key, tuple) else key for key in keys], dtype=torch.long)
 
 
 class Shard(Sampler[int]):

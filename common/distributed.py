@@ -62,7 +62,8 @@ REMEDIES = {
     "out of memory": "a smaller --batch-size, or more processes",
     "allocate memory": "a smaller --batch-size, or more processes",
 }
-GRACE = 30.0  # seconds that workers get to finish a step and save after a signal, before they are killed
+# Seconds that workers get to finish a step and save after a signal, before they are killed; torchrun obeys the same.
+GRACE = float(os.environ.get("PET_SHUTDOWN_TIMEOUT", 30))
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def meet(place: Place) -> Generator[Place]:
     except UserError as error:
         fail(error)
     port, descriptor = listener.getsockname()[1], listener.detach()  # the store owns the descriptor from here on
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-    with _signals_wait():
+    with _signals_wait():  # the store's thread, too, would take them
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         yield replace(place, port=port)
     del store
 
@@ -198,6 +199,17 @@ def supervise(context: mp.ProcessContext | None) -> int:
                 if code != 0 and failed is None:
                     failed = local_rank, code
                     deadline = time.monotonic() + (GRACE if asked else 2.0)  # others may be printing their own error
+                    if code < 0 and not asked:
+                        name = signal.Signals(-code).name
+                        why = " (out of memory?)" if name == "SIGKILL" else ""
+                        _complain(
+                            f"the process with local rank {local_rank} was ended by {name}{why}; the others end, too. "
+                            + (
+                                "See what it printed"
+                                if name in ("SIGABRT", "SIGSEGV")
+                                else "Start again with --resume auto to go on from the last checkpoint"
+                            )
+                        )
             if time.monotonic() >= limit:
                 if alive and asked:
                     _complain(
@@ -212,16 +224,8 @@ def supervise(context: mp.ProcessContext | None) -> int:
     if failed is None:
         return 0
     local_rank, code = failed
-    if code < 0 and asked:
-        return 128 + first[0]
     if code < 0:
-        name = signal.Signals(-code).name
-        why = " (out of memory?)" if name == "SIGKILL" else ""
-        _complain(
-            f"the process with local rank {local_rank} was ended by {name}{why}; the others were ended too. "
-            f"Start again with --resume auto to go on from the last checkpoint"
-        )
-        return 1
+        return 128 + first[0] if asked else 1
     unreported = Path(context.error_files[local_rank])  # an exception outside of `taking_part`
     if unreported.exists():
         _complain(pickle.loads(unreported.read_bytes()))  # noqa: S301 - written by our own process
@@ -230,7 +234,12 @@ def supervise(context: mp.ProcessContext | None) -> int:
 
 
 def _complain(line: str) -> None:
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    _to_terminal(f"error: {line}")
+
+
+def _to_terminal(message: str) -> None:
+    """Print to stderr; on a terminal in place of the line of progress, which may be another process's."""
+    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------- being a process
@@ -383,11 +392,12 @@ def cores() -> int:
     return max(1, min(usable, int(_quota() or usable)))
 
 
-def _quota() -> float | None:
-    """The CPU limit of the control group (version 2), in cores."""
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return int(quota) / int(period)
+def _quota(groups: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """The CPU limit of this container's control group, in cores; None without one ("max", in version 1 -1)."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = " ".join((groups / file).read_text() for file in files).split()
+            return int(quota) / int(period) if int(quota) > 0 else None
     return None
 
 
@@ -411,12 +421,13 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     """
     place = place.worker(local_rank)
     end_with_parent(agent=place.launcher == "torchrun")
-    for signum in STOPPING:
-        signal.signal(signum, _stop_now)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     world: World | None = None
     again = False  # whether the cause lies elsewhere
     try:
+        for signum in STOPPING:
+            signal.signal(signum, _stop_now)
+        _stop_without_main_thread(place, lambda: _speaks_first(world, place, busy=True))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # one may have come already
         world = connect(place)
         yield world
         if dist.is_initialized():
@@ -425,7 +436,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     except UserError as error:
         message, code, again = f"error: {error}", 2, isinstance(error, Absent)
     except Stopped as stop:
-        message, code = f"stopped by {signal.Signals(stop.signum).name}: {stop}", 128 + stop.signum
+        message, code = _stopped(stop), 128 + stop.signum
     except Exception as error:
         again = isinstance(error, Lost) or any(words in str(error) for words in LOST)
         for signum in STOPPING:  # torchrun stops the others when one has ended, while this one asks who it was
@@ -436,25 +447,57 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         text = f"lost another process{who}: {str(error).splitlines()[0]}" if again else _explained(error)
         message, code = f"error: rank {place.rank}: {text}", 1
     if _answer(lambda: _speaks_first(world, place), True):
-        print(message, file=sys.stderr, flush=True)
+        _to_terminal(message)
     note(RETRY if again else code, place.local_size)
     sys.stdout.flush()
     # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
     os._exit(code)
 
 
+OUTSIDE = "outside of training, nothing to save"
+
+
 def _stop_now(signum: int, _: FrameType | None) -> None:
     for each in STOPPING:  # a terminal's Ctrl-C comes twice: from the terminal, and from the parent
         signal.signal(each, signal.SIG_IGN)
-    raise Stopped(signum, "outside of training, nothing to save")
+    raise Stopped(signum, OUTSIDE)
 
 
-def _speaks_first(world: World | None, place: Place) -> bool:
+def _stop_without_main_thread(place: Place, speaks_first: Callable[[], bool], patience: float = 2.0) -> None:
+    """End this process after a signal that `_stop_now` does not get to see.
+
+    Python runs handlers in the main thread, which may be in a collective, or meeting a process that has stopped.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # what a loader's worker gets is not for us
+
+    def watch() -> None:
+        while True:
+            signum = os.read(reading, 1)[0]
+            if signum in STOPPING and signal.getsignal(signum) is _stop_now:
+                time.sleep(patience)
+                if signal.getsignal(signum) is _stop_now:
+                    if _answer(speaks_first, True):
+                        _to_terminal(_stopped(Stopped(signum, OUTSIDE)))
+                    note(128 + signum, place.local_size)
+                    os._exit(128 + signum)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _stopped(stop: Stopped) -> str:
+    return f"stopped by {signal.Signals(stop.signum).name}: {stop}"
+
+
+def _speaks_first(world: World | None, place: Place, busy: bool = False) -> bool:
     """Whether no other rank has reported its end yet: the first one's reason is the cause of the others'."""
     if world is None:  # the store has not been reached: each node speaks for itself
         return place.local_rank == 0
     try:
-        return bool(world.store.compare_set("end reported", "", str(place.rank)) == str(place.rank).encode())
+        store = world.store.clone() if busy else world.store  # the main thread may wait for an answer on the other
+        return bool(store.compare_set("end reported", "", str(place.rank)) == str(place.rank).encode())
     except (dist.DistError, RuntimeError):  # the host of the store is gone: better twice than not at all
         return True
 
@@ -462,11 +505,18 @@ def _speaks_first(world: World | None, place: Place) -> bool:
 def _explained(error: Exception) -> str:
     """One line where the cause can be told; else the traceback, which is for whoever has to find the bug."""
     text = f"out of memory: {error}" if isinstance(error, MemoryError) else str(error)
+    if _of_semaphore(error):  # says "no space left on device", and not where
+        text = f"no shared memory for a semaphore: {error}"
     for words, remedy in REMEDIES.items():
-        if isinstance(error, (MemoryError, RuntimeError)) and words in text:
+        if (isinstance(error, (MemoryError, RuntimeError)) or _of_semaphore(error)) and words in text:
             line = next(line for line in text.splitlines() if words in line)
             return f"{line.removeprefix('RuntimeError: ')} (what may help: {remedy})"
     return traceback.format_exc()
+
+
+def _of_semaphore(error: Exception) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, OSError) and Path(frames[-1].filename).match("multiprocessing/synchronize.py")
 
 
 def _without_word(world: World, cut_off: str, patience: float = 1.0) -> str:
@@ -625,7 +675,7 @@ def from_main(world: World, compute: Callable[[], Value]) -> Value:
     return shared[0]
 
 
-def agree(world: World, value: Value, what: str) -> Value:
+def agree(world: World, value: Value, what: str, remedy: str = "do all nodes see the same files?") -> Value:
     """Check that all ranks hold the same value (a string or number) and return it.
 
     Raises:
@@ -635,7 +685,7 @@ def agree(world: World, value: Value, what: str) -> Value:
     dist.all_gather_object(everybody, value)
     if any(other != everybody[0] for other in everybody):
         shown = ", ".join(f"rank {rank}: {other}" for rank, other in enumerate(everybody))
-        raise UserError(f"the ranks disagree on {what} ({shown}): do all nodes see the same files?")
+        raise UserError(f"the ranks disagree on {what} ({shown}): {remedy}")
     return value
 
 
@@ -652,7 +702,7 @@ def settle(model: nn.Module, *inputs: Tensor) -> None:
         inputs: tensors as in training, of any batch size; the smallest that training will bring is tried best.
 
     Raises:
-        UserError: the batch is too small for the model's BatchNorm.
+        UserError: the batch is too small for the model's BatchNorm, or a parameter gets no gradient.
     """
     random = random_state()
     buffers = [buffer.clone() for buffer in model.buffers()]
@@ -663,6 +713,12 @@ def settle(model: nn.Module, *inputs: Tensor) -> None:
             f"the last batch of an epoch brings a rank {len(inputs[0])} sample(s) at once, too few for this model "
             f"({error}): change --batch-size"
         ) from None
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused and not getattr(model, "find_unused_parameters", True):
+        names = ", ".join(name.removeprefix("module.") for name in unused[:5])
+        raise UserError(
+            f"no gradient reaches {names}: use them in forward, freeze them, or give --find-unused-parameters"
+        )
     for parameter in model.parameters():
         parameter.grad = None
     for buffer, before in zip(model.buffers(), buffers, strict=True):

@@ -93,6 +93,8 @@ class Supervisor:
         self.unnoticed_since = float("inf")  # when all workers had ended, and the command went on
         self.killed_for_memory = oom_kills()
         self.child = 0
+        self.started = time.monotonic()
+        self.had_workers = False
 
     def run(self) -> int:
         """Start the command and wait until nothing is left of it."""
@@ -161,13 +163,14 @@ class Supervisor:
     def _must_end(self) -> bool:
         """Whether time is up, or a supervisor below us does not notice the end of its worker."""
         now = time.monotonic()
+        below = [process for process in descendants() if process.pid != self.child]
+        self.had_workers |= bool(below)
         if now > self.deadline:
             _complain(f"not ended within {self.grace:g} s after {signal.Signals(self.asked[0]).name}: killed")
             return True
         if not os.fstat(self.notes).st_size:
             return False
-        states = [process.state for process in descendants() if process.pid != self.child]
-        if not states or set(states) != {"Z"}:
+        if {process.state for process in below} != {"Z"}:
             self.unnoticed_since = float("inf")
             return False
         self.unnoticed_since = min(self.unnoticed_since, now)
@@ -208,6 +211,11 @@ class Supervisor:
             return noted
         if self.asked:  # torchrun says 1
             return 128 + self.asked[0]
+        waited = time.monotonic() - self.started
+        if Path(self.command[0]).name == "torchrun" and not self.had_workers and waited > self.stuck:
+            return _complain(
+                f"torchrun gave up after {waited:.0f} s without starting a worker: not all nodes came", RETRY
+            )
         return code if code > 0 else 128 - code
 
 

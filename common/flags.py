@@ -43,8 +43,9 @@ def begin(cls: type[LaunchArgs], description: str | None, preload_also: Sequence
     Raises:
         SystemExit: as `parse`.
     """
-    for signum in (signal.SIGINT, signal.SIGTERM):  # a stop while modules are imported needs no traceback
-        signal.signal(signum, lambda number, _: sys.exit(128 + number))
+    # A stop while modules are imported needs no traceback. Not sys.exit: Python's compiler, among others, drops it.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda number, _: os._exit(128 + number))
     args = parse(cls, description=description)
     try:
         place = resolve(args.launch, os.environ, cuda_devices)
@@ -128,7 +129,8 @@ def may_speak(env: Mapping[str, str]) -> bool:
 
 def one_line(box: str) -> str:
     """The message inside the box that tyro draws, up to its first ruler, as one line."""
-    lines = [re.sub(r"[│╭╮╰╯]", "", line).strip() for line in box.splitlines()]
+    # On a terminal the box has colours.
+    lines = [re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯]", "", line).strip() for line in box.splitlines()]
     text: list[str] = []
     for line in lines[1:]:
         if line.startswith("──"):

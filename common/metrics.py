@@ -81,14 +81,18 @@ def evaluate(model: nn.Module, loader: Batched, numerics: Numerics, world: World
         classes: number of classes.
 
     Raises:
-        UserError: the model diverged.
+        UserError: the model diverged, or its outputs are no classes.
     """
+    for buffer in model.buffers():  # BatchNorm's statistics: each rank has its own since its last forward
+        dist.broadcast(buffer, 0)
     model.eval()
     best, scored = min(5, classes), classes if classes <= MANY else 0
     rows = [torch.empty(0, 2 + best + scored)]  # a shard may be empty
     for images, labels, _ in loader:
         with numerics.autocast():
             logits = model(numerics.images(images)).float()  # [B, classes]
+        if logits.shape != (len(labels), classes):
+            raise UserError(f"the model's outputs are {list(logits.shape)}, not [{len(labels)}, {classes} classes]")
         targets = labels.to(logits.device, non_blocking=True)
         loss = F.cross_entropy(logits, targets, reduction="none")
         top = logits.topk(best).indices

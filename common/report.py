@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from common.checkpoint import Checkpoint, unwritable, write_atomically
 from common.data import unwrapped
-from common.distributed import World
+from common.distributed import World, agree
 from common.errors import UserError
 from common.metrics import Evaluation
 from common.precision import Numerics
@@ -114,8 +114,14 @@ class Report:
             numerics: device and precision.
             batch_size: samples in the global batch.
             shares: how the batch is divided; by default equally among the ranks.
+
+        Raises:
+            UserError: nodes would compute with different precisions.
         """
         world = self.world
+        agree(
+            world, numerics.name, "--precision", "auto is what a node's processor computes natively: give one for all"
+        )
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
         if world.device.type == "cpu" and world.place.flags.device == "auto":
             self.warn("no CUDA device was found: training on the CPU, which is slower")
@@ -154,7 +160,9 @@ class Report:
             total: batches in the epoch.
             done: batches of the epoch that the resumed run has trained on.
         """
-        self.seconds["startup"] = self.seconds["startup"] or time.time() - self.world.place.started
+        if not self.seconds["startup"]:
+            self.seconds["startup"] = time.time() - self.world.place.started
+            self._evaluated = time.perf_counter()  # the first epoch begins now
         hidden = None if self.world.is_main else True  # None: hidden where the output is no terminal
         iterator, started = unwrapped(batches), time.perf_counter()
         with tqdm(None, label, total, initial=done, disable=hidden, leave=False, unit="step") as bar:

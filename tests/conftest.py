@@ -55,6 +55,7 @@ class Programs:
         kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START", *WAITING)
         clean = {name: os.environ[name] for name in kept if name in os.environ}
         program = subprocess.Popen
+        assert warm.SPACE not in (env or {}) or warm.possible([*map(str, words)], env or {}), "nobody would enter it"
         if not cold and warm.possible([*map(str, words)], self.env | (env or {})):
             warm.start()
             program = warm.Warm

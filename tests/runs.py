@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,17 @@ def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
     return folder
 
 
+def shown(terminal: int) -> str:
+    """All that is written to a terminal (the descriptor of its master) until nobody has it any more."""
+    said = b""
+    while True:
+        try:
+            said += os.read(terminal, 4096)
+        except OSError:
+            os.close(terminal)
+            return said.decode()
+
+
 def newest_step(out: Path) -> int:
     """Of the checkpoints that are whole; those of the Trainer are folders with a seal."""
     ours = [path.name for path in (out / "checkpoints").glob("step-*.pt")]
@@ -55,3 +67,25 @@ def tiny_imagenet(folder: Path, *changes: tuple[str, str, str]) -> Path:
     """A copy of the project in which imagenet_ddp has a model that starts fast, and has no BatchNorm."""
     source = "model = models.get_model(self.arch, weights=None, **options)"
     return mutated(folder, ("examples/imagenet_ddp/recipe.py", source, f"model = {TINY}"), *changes)
+
+
+# A change to imagenet_ddp: every rank notes which samples it trains on, without the program's own proof.
+RECORD = (
+    "examples/imagenet_ddp/train.py",
+    "seen.index_add_(",
+    "(args.out / 'seen').open('a').write(' '.join(map(str, "
+    "[epoch, progress['batch'], world.size, *indices[:mine].tolist()])) + '\\n'); seen.index_add_(",
+)
+
+
+def accounted(out: Path) -> dict[int, list[int]]:
+    """By epoch, the samples of the steps that count: of a step that was done again, the last time."""
+    steps: dict[tuple[int, int], list[tuple[int, list[int]]]] = {}
+    for line in (out / "seen").read_text().splitlines():
+        epoch, batch, size, *samples = map(int, line.split())
+        steps.setdefault((epoch, batch), []).append((size, samples))
+    found: dict[int, list[int]] = {}
+    for (epoch, _), times in steps.items():
+        for _, samples in times[-times[-1][0] :]:  # as many ranks as there were the last time
+            found.setdefault(epoch, []).extend(samples)
+    return found

@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -37,8 +38,10 @@ LIBRARIES = (
 ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 WAITING = ("OMP_WAIT_POLICY",)  # how threads wait for work: it says nothing about what they compute, and is passed on
+SPACE = "DDP_TEST_NETNS"  # the network namespace that a program enters
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
+CLONE_NEWNET = 0x40000000  # of setns(2)
 Request = tuple[list[str], dict[str, str], str, list[int]]
 
 
@@ -116,8 +119,10 @@ def serve(server: socket.socket) -> Request:
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
-            program = os.fork()
+            parent, program = os.getpid(), os.fork()
             if program == 0:
+                while os.getppid() == parent:  # a worker of torchrun ends when its parent is another than at its start
+                    time.sleep(0.001)
                 for descriptor in (server.fileno(), reading, writing):
                     os.close(descriptor)
                 server.detach()
@@ -143,6 +148,8 @@ def become(request: Request) -> NoReturn:
     os.environ.clear()
     os.environ.update(env)
     prctl(SET_NAME, f"{name_of(env.get(MARK, ''))}:{env.get('RANK', '')}".encode())
+    if SPACE in env:
+        enter(env[SPACE])
     kind, what = words[:2] if words[0] in ("-m", "-c") else ("script", words[0])
     first = str(Path(what).absolute().parent) if kind == "script" else cwd
     sys.path[:1] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
@@ -157,6 +164,13 @@ def become(request: Request) -> NoReturn:
         sys.modules["__main__"] = main = ModuleType("__main__")
         run_and_end(lambda: exec(what, vars(main)))
     run_and_end(lambda: runpy.run_path(what, run_name="__main__"))
+
+
+def enter(space: str) -> None:
+    """Move this process, which has one thread, into a network namespace, with all that it will fork."""
+    with Path(f"/run/netns/{space}").open() as file:
+        if ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(f"setns({space}) failed")
 
 
 def spawnv_passfds(path: Any, args: Any, passfds: Any, _start: Any = util.spawnv_passfds) -> int:

@@ -115,6 +115,14 @@ def ignores(world: World, args: Args) -> None:
     time.sleep(60)
 
 
+def waits(world: World, args: Args) -> None:
+    """Rank 0 waits in C++, as for a process that has gone while groups are made; there no handler in Python runs."""
+    if world.is_main:
+        put("waiting")
+        world.store.wait(["never"])
+    time.sleep(60)
+
+
 def stops(world: World, args: Args) -> None:
     """A signal to one rank stops all ranks after the same step."""
     if world.rank == world.size - 1:
@@ -235,6 +243,7 @@ JOBS = {
     "greedy": greedy,
     "dies": dies,
     "ignores": ignores,
+    "waits": waits,
     "stops": stops,
     "proofs": proofs,
     "resumes": resumes,

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from common.distributed import _join
+from common.distributed import _join, _quota
 from common.errors import UserError
 from common.launcher import Launch, Place
 from tests.conftest import Programs
@@ -136,7 +135,67 @@ def test_a_signal_before_training(
     assert re.fullmatch(rf"stopped by {signum.name}: outside of training, nothing to save\n", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("after", [0.3, 1.0])
+def test_a_signal_in_a_call_that_does_not_return(programs: Programs) -> None:
+    process = programs.start(*JOBS, "waits", "--nproc", 2)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.3)  # it comes to the call
+    os.killpg(process.pid, signal.SIGINT)
+    done = programs.finish(process, 130, limit=20)  # a launcher's patience is 30 s
+    assert done.stderr == "stopped by SIGINT: outside of training, nothing to save\n"
+
+
+SIGNALLED_WHILE_READING_FLAGS = """
+import os, signal
+from dataclasses import dataclass
+from common.flags import begin
+from common.launcher import Launch
+
+@dataclass(frozen=True)
+class Args:
+    launch: Launch = Launch()
+
+    def __post_init__(self):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except SystemExit:  # some libraries do the same
+            pass
+
+begin(Args, "")
+"""
+
+SIGNALLED_WHILE_STARTING = """
+import os, signal, sys
+from dataclasses import dataclass
+from common.flags import begin
+from common.launcher import Launch
+
+@dataclass(frozen=True)
+class Args:
+    launch: Launch = Launch()
+
+args, place = begin(Args, "")
+from common.distributed import taking_part
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+os.kill(os.getpid(), signal.SIGINT)
+with taking_part(place, 0):
+    print("goes on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (SIGNALLED_WHILE_READING_FLAGS, ""),
+        (SIGNALLED_WHILE_STARTING, "stopped by SIGINT: outside of training, nothing to save\n"),
+    ],
+)
+def test_a_signal_at_a_bad_moment(programs: Programs, program: str, message: str) -> None:
+    done = programs.run("-c", program, code=130)
+    assert (done.stdout, done.stderr) == ("", message)
+
+
+@pytest.mark.parametrize("after", [0.2, 0.3, 0.4, 1.0])
 def test_ctrl_c_during_start_up(programs: Programs, after: float) -> None:
     process = programs.start(*JOBS, "ignores", "--nproc", 2)
     time.sleep(after)
@@ -149,6 +208,24 @@ def test_ctrl_c_during_start_up(programs: Programs, after: float) -> None:
 def test_an_exception_before_the_frame_is_reported(programs: Programs) -> None:
     done = programs.run(*JOBS, "early", "--nproc", 2, code=1)
     assert "before the frame" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_cpu_limit_of_a_container(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    """In both versions of control groups; the end-to-end tests see it in a container."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert _quota(tmp_path) == quota
 
 
 def test_a_host_name_on_one_node(programs: Programs, free_port: int) -> None:
@@ -227,12 +304,6 @@ def test_a_missing_first_node_is_named(programs: Programs, free_port: int) -> No
     done = programs.run(*JOBS, "place", *url, "--rank", 1, code=2)
     assert done.stderr.startswith(f"error: the first node, 127.0.0.1:{free_port}, cannot be reached within 2 s")
     assert done.stderr.count("\n") == 1
-
-
-def test_parallel_starts_do_not_meet_at_one_port(programs: Programs) -> None:
-    jobs: list[subprocess.Popen[str]] = [programs.start(*JOBS, "place", "--nproc", 2) for _ in range(20)]
-    for job in jobs:
-        assert [line.split(" t")[0] for line in ranks(programs.finish(job).stdout)] == ["rank 0/2", "rank 1/2"]
 
 
 # ------------------------------------------------------------------------------------------ meeting after a restart

@@ -118,6 +118,16 @@ def test_what_ignores_the_signal_is_ended_after_the_time_of_grace(programs: Prog
     assert programs.finish(process, code=143).stderr == "error: not ended within 0.5 s after SIGTERM: killed\n"
 
 
+def test_nodes_that_never_came_are_no_failure_of_this_one(programs: Programs, free_port: int) -> None:
+    """torchrun waits for them for a quarter of an hour, and ends with 1."""
+    torchrun = Path(PYTHON).with_name("torchrun")
+    words = ("--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1", "--master-port", free_port)
+    done = programs.run(
+        *ENTRY, "--stuck", 1, "--", torchrun, *words, "--rdzv-conf", "timeout=2", "-m", "nothing", code=75, cold=True
+    )
+    assert re.search(r"error: torchrun gave up after \d+ s without starting a worker: not all nodes came", done.stderr)
+
+
 def test_what_a_command_leaves_behind_is_ended(programs: Programs) -> None:
     """A daemon in a session of its own, and a process that ignores SIGTERM."""
     program = (
@@ -129,7 +139,7 @@ def test_what_a_command_leaves_behind_is_ended(programs: Programs) -> None:
 
 
 SUPERVISOR = (  # its worker has ended and left a note; it never asks about it, as torchrun when it is cut off
-    f"import os, subprocess, time; subprocess.Popen(['sh', '-c', 'echo 0 {{code}} 1 >> ${NOTES}; {{more}}']);"
+    f"import os, subprocess, time; worker = subprocess.Popen(['sh', '-c', 'echo 0 {{code}} 1 >> ${NOTES}; {{more}}']);"
     "print('up', flush=True); time.sleep({seconds})"
 )
 

@@ -1,7 +1,11 @@
 """Flags: answered before torch is imported, mistakes in one line."""
 
 import json
+import os
+import pty
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -9,6 +13,7 @@ import pytest
 from common.launcher import Launch
 from common.precision import Precision
 from tests.conftest import ROOT, Programs
+from tests.runs import shown
 
 PROGRAMS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -100,3 +105,16 @@ def test_a_wrong_place_is_reported_whoever_finds_it(programs: Programs) -> None:
         ({"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "error: RANK=8 with WORLD_SIZE=8: ranks go from 0 to 7"),
     ):
         assert line in programs.run("-m", "examples.mnist_ddp_spawn.train", env=place, code=2).stderr
+
+
+def test_a_mistake_is_one_line_on_a_terminal_too() -> None:
+    """There the library that reads the flags draws a coloured box."""
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "examples.mnist_ddp_spawn.train", "--epoch", "3"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=its_end, stdout=its_end, stderr=its_end)
+    os.close(its_end)
+    said = shown(terminal)
+    assert process.wait(10) == 2
+    assert re.fullmatch(r"error: Unrecognized options: --epoch, 3; perhaps you meant --epochs \([^\n]*\)\r\n", said), (
+        said
+    )
