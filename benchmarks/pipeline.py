@@ -1,6 +1,6 @@
 """What a pipeline of two processes with one core each gains over one process with one core, and where the rest goes.
 
-    python -m benchmarks.pipeline                       # 2 processes: speed, all schedules, 15 minutes
+    python -m benchmarks.pipeline                       # 2 processes: speed, all schedules, 17 minutes
     python -m benchmarks.pipeline --nproc 4 --memory    # 4 processes: activations kept by each stage, a minute
 
 In every round each configuration does one step after the other, so that a change of the machine's load meets all of
@@ -13,7 +13,7 @@ The seconds of a step by our engine are split into
 * ideal: those of the baseline, divided by the stages;
 * small micro-batches: what the un-split model loses when it computes in micro-batches of this size;
 * shared machine: what the stages lose to each other (memory, cache, clock) when both cores are at work;
-* bubble: (P-1)/M of the work, for equal stages;
+* bubble: (P-1)/M of the work, for equal stages (interleaved: half of it);
 * imbalance: what the schedule adds to that because stages are unequal, simulated with the measured times;
 * communication and rest: what was measured beyond the simulation, with the optimizer.
 """
@@ -195,7 +195,9 @@ def alone(setting: Setting, layout: torch.memory_format) -> Callable[[int], None
     def step(count: int) -> None:
         sizes = micro_batch_sizes(len(setting.labels), count)
         for x, y in zip(images.split(sizes), setting.labels.split(sizes), strict=True):
-            (F.cross_entropy(model(x), y, reduction="sum") / len(setting.labels)).backward()
+            with setting.numerics.autocast():
+                scores = model(x).float()
+            (F.cross_entropy(scores, y, reduction="sum") / len(setting.labels)).backward()
         sgd.step()
         sgd.zero_grad()
 
@@ -212,31 +214,33 @@ def timed(step: Callable[[], None]) -> float:
 
 
 def losses(
-    events: list[Event], schedule: str, count: int, stages: int, step: float, whole: float, cut: float
+    events: list[Event], schedule: str, count: int, processes: int, step: float, whole: float, cut: float
 ) -> dict[str, float]:
     """Where the seconds of a step went.
 
     Args:
         events: of the step, of all stages.
-        schedule: gpipe or 1f1b.
+        schedule: gpipe, 1f1b or interleaved.
         count: micro-batches.
-        stages: stages.
+        processes: each has one stage, or two.
         step: measured seconds of the pipeline.
         whole: of the un-split model, the batch at once.
         cut: of the un-split model in as many micro-batches.
     """
+    stages = len({event.stage for event in events})
     spent = {
         kind: [sum(e.end - e.start for e in events if e.kind == kind and e.stage == s) / count for s in range(stages)]
         for kind in ("F", "B")
     }
-    busy = count * (sum(spent["F"]) + sum(spent["B"])) / stages
-    simulated = simulate(schedule, spent["F"], spent["B"], count)
+    busy = count * (sum(spent["F"]) + sum(spent["B"])) / processes
+    simulated = simulate(schedule, spent["F"], spent["B"], count, processes)
+    filling = busy * (processes - 1) / count * processes / stages
     return {
-        "ideal": whole / stages,
-        "small micro-batches": (cut - whole) / stages,
-        "shared machine": busy - cut / stages,
-        "bubble": busy * (stages - 1) / count,
-        "imbalance": simulated - busy * (count + stages - 1) / count,
+        "ideal": whole / processes,
+        "small micro-batches": (cut - whole) / processes,
+        "shared machine": busy - cut / processes,
+        "bubble": filling,
+        "imbalance": simulated - busy - filling,
         "communication and rest": step - simulated,
     }
 
@@ -248,14 +252,12 @@ def speed(setting: Setting) -> dict[str, Any]:
     configurations: dict[str, Cut] = {}
     for count in args.micro_batches:
         for engine in ("hand", "torch"):
-            for schedule in ("gpipe", "1f1b"):
+            schedules = ["gpipe", "1f1b"] + ["interleaved"] * (count >= 4)
+            schedules += ["zero-bubble", "zbv"] * (engine == "torch" and count == 8)
+            for schedule in schedules:
                 if engine == "hand" or (count >= stages and len(setting.labels) % count == 0):
                     name = f"{engine} {schedule} {count}"
                     configurations[name] = replace(base, engine=engine, schedule=schedule, micro_batches=count)
-        if count == 8:
-            for schedule in ("interleaved", "zero-bubble", "zbv"):
-                name = f"torch {schedule} {count}"
-                configurations[name] = replace(base, engine="torch", schedule=schedule, micro_batches=count)
     steps: dict[str, Callable[[], None]] = {}
     timelines: dict[str, Timeline] = {}
     layouts = {"yes": torch.channels_last, "no": torch.contiguous_format}
@@ -306,7 +308,10 @@ def speed(setting: Setting) -> dict[str, Any]:
     charts = {}
     for name, part in sorted(middle.items()):
         count = configurations[name].micro_batches
-        known = f", (P-1)/(M+P-1) = {(stages - 1) / (count + stages - 1):.0%}" if name.split()[1] in SCHEDULES else ""
+        schedule = configurations[name].schedule
+        each, factor = (2, "2") if schedule == "interleaved" else (1, "")
+        ideal = (stages - 1) / (each * count + stages - 1)
+        known = f", (P-1)/({factor}M+P-1) = {ideal:.0%}" if schedule in SCHEDULES else ""
         charts[f"{name}: idle {bubble(part):.0%}{known}"] = part
     draw_timelines(args.out / "pipeline_timeline.png", charts)
     return {
@@ -406,6 +411,7 @@ def draw_memory(path: Path, result: dict[str, Any], title: str) -> None:
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process, bound to one core."""
     with taking_part(place, local_rank) as world:
+        machine = describe_machine()  # before this process is bound to one of its cores
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
         torch.set_num_threads(1)
@@ -422,7 +428,6 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
         result = memory(setting) if args.memory else speed(setting)
         if not world.is_main:
             return
-        machine = describe_machine()
         common = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine,
             "versions": describe_software("torch", "torchvision"), "precision": numerics.name, "arch": args.arch,

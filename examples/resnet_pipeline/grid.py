@@ -1,14 +1,13 @@
 """P stages x D replicas: which process is which, and the groups in which they talk."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common.distributed import World
 from common.errors import Lost, UserError
@@ -25,9 +24,9 @@ class Grid:
         replica: of which pipeline.
         ranks: global ranks of this pipeline's stages, in order.
         mesh: the processes as a [D, P] mesh with the dimensions `replica` and `stage`.
-        gradients: a second group of the pipeline's stages. Activations travel in the mesh's `stage` group: nccl runs
-            the messages between two ranks in the order of the calls, so in one group the two directions would wait
-            for each other.
+        channels: groups of the pipeline's processes: for activations and for gradients, and each again for those that
+            go from the last process round to the first, or back. nccl runs the messages between two ranks in the order
+            of the calls, so in one group the two directions would wait for each other.
         device: this process's device.
         seconds: the timeout of messages.
     """
@@ -38,7 +37,7 @@ class Grid:
     replica: int
     ranks: tuple[int, ...]
     mesh: DeviceMesh
-    gradients: dist.ProcessGroup
+    channels: Mapping[tuple[str, bool], dist.ProcessGroup]
     device: torch.device
     seconds: float
 
@@ -47,17 +46,18 @@ class Grid:
         """The group of the stages of this replica."""
         return self.mesh.get_group("stage")
 
-    def sender(self, kind: str) -> tuple[int, dist.ProcessGroup]:
-        """Global rank and group from which the input of a forward (F) or backward (B) comes."""
-        return (
-            (self.ranks[self.stage - 1], self.pipeline) if kind == "F" else (self.ranks[self.stage + 1], self.gradients)
-        )
+    def sender(self, kind: str, stage: int) -> tuple[int, dist.ProcessGroup]:
+        """Global rank and group from which the input of a stage's forward (F) or backward (B) comes."""
+        return self._link(kind, stage, stage - 1 if kind == "F" else stage + 1)
 
-    def receiver(self, kind: str) -> tuple[int, dist.ProcessGroup]:
-        """Global rank and group to which the result of a forward or backward goes."""
-        return (
-            (self.ranks[self.stage + 1], self.pipeline) if kind == "F" else (self.ranks[self.stage - 1], self.gradients)
-        )
+    def receiver(self, kind: str, stage: int) -> tuple[int, dist.ProcessGroup]:
+        """Global rank and group to which the result of a stage's forward or backward goes."""
+        return self._link(kind, stage, stage + 1 if kind == "F" else stage - 1)
+
+    def _link(self, kind: str, stage: int, other: int) -> tuple[int, dist.ProcessGroup]:
+        """Stage s is on process s modulo P."""
+        round_the_end = max(stage, other) % self.stages == 0
+        return self.ranks[other % self.stages], self.channels[kind, round_the_end]
 
     def local_batch(self, batch_size: int) -> int:
         """The share of one replica in a global batch.
@@ -104,15 +104,35 @@ def make_grid(world: World, stages: int | None) -> Grid:
     if world.size % stages:
         raise UserError(f"--stages {stages}: it must divide the {world.size} processes (stages x replicas)")
     ranks = torch.arange(world.size).view(-1, stages)  # [D, P]
-    groups = [_groups(part, world) for part in (ranks.T, ranks, ranks)]  # a new group's own timeout would be 30 minutes
-    mesh = DeviceMesh.from_group(groups[:2], world.device.type, ranks, mesh_dim_names=("replica", "stage"))
+    same = _groups(ranks.T, world)
+    uses = [(kind, round_the_end) for round_the_end in (False, True) for kind in ("F", "B")]
+    channels = {use: _groups(ranks, world) for use in uses}
+    groups = [same, channels["F", False]]
+    mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=("replica", "stage"))
     replica, stage = mesh.get_local_rank("replica"), mesh.get_local_rank("stage")
     mine = tuple(ranks[replica].tolist())
     seconds = world.timeout.total_seconds()
-    return Grid(stages, len(ranks), stage, replica, mine, mesh, groups[2], world.device, seconds)
+    grid = Grid(stages, len(ranks), stage, replica, mine, mesh, channels, world.device, seconds)
+    _connect(grid)
+    return grid
+
+
+def _connect(grid: Grid) -> None:
+    """Send a number through every channel: with nccl two ranks connect by their first message, and both wait for it."""
+    number = torch.zeros(1, device=grid.device)
+    last = grid.stages - 1
+    for (kind, round_the_end), group in grid.channels.items():
+        for first in [last] * (last > 0) if round_the_end else range(last):
+            ends = first, (first + 1) % grid.stages
+            source, target = ends if kind == "F" else ends[::-1]
+            if grid.stage == source:
+                dist.send(number, grid.ranks[target], group)
+            elif grid.stage == target:
+                dist.recv(number, grid.ranks[source], group)
 
 
 def _groups(ranks: torch.Tensor, world: World) -> dist.ProcessGroup:
+    """This process's group of those that a row names; a new group's own timeout would be 30 minutes."""
     mine, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world.timeout)
     assert isinstance(mine, dist.ProcessGroup)
     return mine
@@ -130,6 +150,8 @@ def sum_over_replicas(stages: Sequence[nn.Module], grid: Grid) -> None:
     statistics = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
     for tensor in statistics:
         tensor.div_(grid.replicas)
-    flat = parameters_to_vector([*gradients, *statistics])
+    everything = [*gradients, *statistics]
+    flat = torch.cat([tensor.flatten() for tensor in everything])  # in logical order, whatever the memory layout
     dist.all_reduce(flat, group=grid.mesh.get_group("replica"))
-    vector_to_parameters(flat, [*gradients, *statistics])
+    for tensor, part in zip(everything, flat.split([tensor.numel() for tensor in everything]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -1,14 +1,15 @@
 """Data of this example: images drawn in memory, or a folder of images by path."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from common.data import ImageData, Images
+from common.data import ImageData, Images, indices_of
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 CLASSES = ("disc", "ring", "square", "frame", "triangle", "plus", "diamond", "stripes", "checks", "spokes")
 
 
-def image_data(name: str, size: int, train: int, test: int) -> ImageData:
+def image_data(name: str, size: int, train: int, test: int, seed: int) -> ImageData:
     """The dataset that `--dataset` names: `shapes`, which are drawn, or a folder with the subfolders train and val.
 
     Args:
@@ -25,6 +26,7 @@ def image_data(name: str, size: int, train: int, test: int) -> ImageData:
         size: height and width, in pixels.
         train: images to draw for training.
         test: images to draw for the test.
+        seed: of the crops of a folder's images.
 
     Raises:
         UserError: no such dataset.
@@ -34,7 +36,7 @@ def image_data(name: str, size: int, train: int, test: int) -> ImageData:
         scaled = parts[0].pixels.double() / 255
         return ImageData(name, parts[0], parts[1], len(CLASSES), float(scaled.mean()), float(scaled.std()))
     if (Path(name) / "train").is_dir() and (Path(name) / "val").is_dir():
-        return image_folder(Path(name), size)
+        return image_folder(Path(name), size, seed)
     raise UserError(f"--dataset {name}: give shapes, or a folder that holds train/CLASS/*.jpg and val/CLASS/*.jpg")
 
 
@@ -83,9 +85,9 @@ def draw(count: int, size: int, seed: int) -> Images:
 class LabelsOnly(Images):
     """What stages after the first need of the data: no pixel is read for them."""
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitems__(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """No pixels [B, 0, 1, 1], labels [B], indices [B]."""
-        chosen = torch.tensor(indices)
+        chosen = indices_of(keys)
         return torch.empty(len(chosen), 0, 1, 1), self.labels[chosen], chosen
 
 
@@ -99,26 +101,31 @@ class Files(Images):
     """Images of a folder, decoded when they are read; `pixels` is empty and has their shape."""
 
     folder: "ImageFolder"
+    seed: int = 0
 
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def __getitems__(self, keys: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """A batch: pixels [B, 3, S, S] uint8, labels [B], indices [B]."""
-        chosen = torch.tensor(indices)
-        return torch.stack([self.decoded(index) for index in indices]), self.labels[chosen], chosen
+        chosen = indices_of(keys)
+        epochs = [key[0] if isinstance(key, tuple) else 0 for key in keys]
+        rows = [self.decoded(index, epoch) for index, epoch in zip(chosen.tolist(), epochs, strict=True)]
+        return torch.stack(rows), self.labels[chosen], chosen
 
-    def decoded(self, index: int) -> Tensor:
-        """An image [3, S, S] uint8.
+    def decoded(self, index: int, epoch: int) -> Tensor:
+        """An image [3, S, S] uint8; how it is cropped follows from seed, epoch and index, whoever loads it.
 
         Raises:
             UserError: the file is broken.
         """
         try:
-            return self.folder[index][0]
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(hash((self.seed, epoch, index)))
+                return self.folder[index][0]
         except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: what Pillow says of a broken PNG
             file = self.folder.samples[index][0]
             raise UserError(f"{file} cannot be used ({error}): remove or replace it") from None
 
 
-def image_folder(folder: Path, size: int) -> ImageData:
+def image_folder(folder: Path, size: int, seed: int) -> ImageData:
     """Images in `train/CLASS/` and `val/CLASS/`: random crops and flips to train on, centre crops to test.
 
     Raises:
@@ -135,7 +142,7 @@ def image_folder(folder: Path, size: int) -> ImageData:
             files = ImageFolder(str(folder / name), v2.Compose([v2.PILToTensor(), *transforms]))
         except FileNotFoundError as error:
             raise UserError(f"--dataset {folder}: {str(error).splitlines()[0]}") from None
-        parts.append(Files(torch.empty(0, 3, size, size), torch.tensor(files.targets), files))
+        parts.append(Files(torch.empty(0, 3, size, size), torch.tensor(files.targets), files, seed))
         classes.append(files.classes)
     if classes[0] != classes[1]:
         raise UserError(f"--dataset {folder}: train and val must hold folders of the same names, one per class")

@@ -27,7 +27,7 @@ class Cut:
     micro_batches: Annotated[int, arg(aliases=["-m"], metavar="M")] = 4
     """Micro-batches into which each replica's share of the batch is cut; they need not be equal."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"] = "1f1b"
-    """In which order they are computed; the last three need --engine torch and put two stages on each process."""
+    """In which order; the last three put two stages on each process, and the last two of them need --engine torch."""
     engine: Literal["hand", "torch"] = "hand"
     """hand: schedule.py of this example; torch: torch.distributed.pipelining."""
     balance: Literal["auto", "even"] = "auto"
@@ -39,7 +39,9 @@ class Cut:
 
     def __post_init__(self) -> None:
         at_least(1, stages=self.stages, micro_batches=self.micro_batches)
-        if self.engine == "hand" and self.schedule not in ("gpipe", "1f1b"):
-            raise UserError(f"--schedule {self.schedule} needs --engine torch; schedule.py has gpipe and 1f1b")
+        if self.engine == "hand" and self.schedule in ("zero-bubble", "zbv"):
+            raise UserError(
+                f"--schedule {self.schedule} needs --engine torch; schedule.py has none with halved backwards"
+            )
         if self.recompute and self.schedule in ("zero-bubble", "zbv"):
             raise UserError(f"--recompute with --schedule {self.schedule}: its split backward would compute it twice")

@@ -68,7 +68,7 @@ def make_parts(
         UserError: flags that do not fit the model.
     """
     owners = list(range(grid.stages))
-    if cut.schedule in ("interleaved", "zero-bubble"):
+    if cut.schedule in ("interleaved", "zero-bubble") and (grid.stages > 1 or cut.engine == "torch"):
         owners += owners  # 0 1 2 0 1 2
     elif cut.schedule == "zbv":
         owners += reversed(owners)  # 0 1 2 2 1 0
@@ -116,7 +116,7 @@ def make_pipeline(cut: Cut, parts: Parts, grid: Grid, images: Sequence[int], tim
     """
     criterion = nn.CrossEntropyLoss(reduction="sum", ignore_index=IGNORED)
     if cut.engine == "hand":
-        return Pipeline(parts.stages[grid.stage], grid, parts.plan, criterion, cut.schedule, timeline)
+        return Pipeline(parts.stages, grid, parts.plan, criterion, cut.schedule, timeline)
     from examples.resnet_pipeline.engine import TorchPipeline  # half a second
 
     count = len(micro_batch_sizes(images[0], cut.micro_batches))

@@ -13,7 +13,7 @@ from common.distributed import World, from_main
 from common.errors import UserError
 from common.precision import Numerics
 from examples.resnet_pipeline.model import Stage, blocks, cut_points
-from examples.resnet_pipeline.schedule import SCHEDULES
+from examples.resnet_pipeline.schedule import SCHEDULES, Op
 
 MIB = 2**20
 
@@ -169,37 +169,39 @@ def make_plan(
     return Plan(parts, tuple(starts))
 
 
-def simulate(schedule: str, forward: Sequence[float], backward: Sequence[float], count: int) -> float:
+def simulate(schedule: str, forward: Sequence[float], backward: Sequence[float], count: int, processes: int) -> float:
     """The seconds that a step takes when messages cost nothing.
 
     Args:
-        schedule: gpipe or 1f1b.
+        schedule: gpipe, 1f1b or interleaved.
         forward: seconds of one micro-batch per stage.
         backward: the same of the backward pass.
         count: micro-batches.
+        processes: stage s is on process s modulo their number.
     """
-    stages = len(forward)
-    waiting = [SCHEDULES[schedule](stage, stages, count) for stage in range(stages)]
-    done: dict[tuple[int, str, int], float] = {}
-    clocks = [0.0] * stages
+    waiting = [SCHEDULES[schedule](process, processes, count) for process in range(processes)]
+    done: dict[Op, float] = {}
+    clocks = [0.0] * processes
     while any(waiting):
-        for stage, ops in enumerate(waiting):
+        before = len(done)
+        for process, ops in enumerate(waiting):
             while ops:
-                kind, micro = ops[0]
-                needs = (stage - 1, "F", micro) if kind == "F" else (stage + 1, "B", micro)
-                if 0 <= needs[0] < stages and needs not in done:
+                op = ops[0]
+                needs = op._replace(stage=op.stage + (1 if op.kind == "B" else -1))
+                if 0 <= needs.stage < len(forward) and needs not in done:
                     break
-                seconds = forward[stage] if kind == "F" else backward[stage]
-                clocks[stage] = done[stage, kind, micro] = max(clocks[stage], done.get(needs, 0.0)) + seconds
+                seconds = (forward if op.kind == "F" else backward)[op.stage]
+                clocks[process] = done[op] = max(clocks[process], done.get(needs, 0.0)) + seconds
                 ops.pop(0)
+        assert len(done) > before, "the processes wait for each other"
     return max(clocks)
 
 
-def predicted_bubble(plan: Plan, schedule: str, count: int) -> float:
-    """The idle share of all stages that the measured times lead to."""
+def predicted_bubble(plan: Plan, schedule: str, count: int, processes: int) -> float:
+    """The idle share of all processes that the measured times lead to."""
     forward, backward = [s.forward for s in plan.stages], [s.backward for s in plan.stages]
-    span = simulate(schedule, forward, backward, count)
-    return 1 - count * (sum(forward) + sum(backward)) / (len(forward) * span)
+    span = simulate(schedule, forward, backward, count, processes)
+    return 1 - count * (sum(forward) + sum(backward)) / (processes * span)
 
 
 def describe(plan: Plan, schedule: str, processes: int, count: int, micro_batch: int) -> list[str]:
@@ -211,10 +213,12 @@ def describe(plan: Plan, schedule: str, processes: int, count: int, micro_batch:
             f"{stage.kept / MIB:.1f} MiB of activations per micro-batch of {micro_batch}, "
             f"{1e3 * stage.forward:.1f} + {1e3 * stage.backward:.1f} ms"
         )
-    if schedule in SCHEDULES:  # others have several stages per process, and so another bubble
-        ideal = (processes - 1) / (count + processes - 1)
+    if schedule in SCHEDULES and (processes > 1 or len(plan.starts) == 1):
+        each = len(plan.starts) // processes
+        ideal = (processes - 1) / (each * count + processes - 1)
+        formula = f"(P-1)/({each if each > 1 else ''}M+P-1)"
         lines.append(
-            f"  predicted bubble: {ideal:.1%} by (P-1)/(M+P-1) with P = {processes}, M = {count}, "
-            f"{predicted_bubble(plan, schedule, count):.1%} with these stages"
+            f"  predicted bubble: {ideal:.1%} by {formula} with P = {processes}, M = {count}, "
+            f"{predicted_bubble(plan, schedule, count, processes):.1%} with these stages"
         )
     return lines

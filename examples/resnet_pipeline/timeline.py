@@ -1,7 +1,7 @@
 """Who computed what, when: measured times of all stages as a Gantt chart (PNG) and as a trace for ui.perfetto.dev.
 
-In the steps that are recorded on a GPU, the host waits for the device after every operation; otherwise only two clock
-readings are added to each.
+In the steps that are recorded on a GPU, the host waits for the computations after every operation; otherwise only two
+clock readings are added to each.
 """
 
 import json
@@ -68,8 +68,8 @@ class Timeline:
             return
         start = time.time()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":  # not for the whole device: receives that are posted ahead wait in other streams
+            torch.cuda.current_stream(self.device).synchronize()
         self.steps[-1].append(Event(self.row, kind, micro, stage, start, time.time()))
 
 

@@ -1,24 +1,24 @@
 """resnet_pipeline: a ResNet cut into stages, one per process, that work at the same time on micro-batches.
 
-The schedules GPipe and 1F1B are written out in schedule.py; `--engine torch` runs torch.distributed.pipelining.
+GPipe, 1F1B and interleaved 1F1B are written out in schedule.py; `--engine torch` runs torch.distributed.pipelining.
 
     python -m examples.resnet_pipeline.train                                       # un-split: a pipeline of one stage
     python -m examples.resnet_pipeline.train --nproc 2                             # two stages on this machine
     python -m examples.resnet_pipeline.train --nproc 4 --stages 2                  # two replicas of two stages
     python -m examples.resnet_pipeline.train --nproc 2 --schedule gpipe -m 8       # 8 micro-batches
+    python -m examples.resnet_pipeline.train --nproc 2 --schedule interleaved      # two stages on each process
     python -m examples.resnet_pipeline.train --nproc 2 --engine torch --schedule zero-bubble
     python -m examples.resnet_pipeline.train --nproc 2 --dataset imagenet --image-size 224 -b 64
     torchrun --nproc-per-node 2 -m examples.resnet_pipeline.train                  # started by torchrun
 """
 
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from common.errors import Stopped
+from common.errors import Stopped, UserError
 from common.flags import at_least, begin, leave
 from common.launcher import Launch, Place
 from common.precision import Precision
@@ -60,6 +60,8 @@ class Args:
     def __post_init__(self) -> None:
         at_least(1, images=self.images, image_size=self.image_size, epochs=self.epochs, batch_size=self.batch_size)
         at_least(1, checkpoint_every=self.checkpoint_every)
+        if self.numbers.compile and self.cut.schedule in ("zero-bubble", "zbv"):
+            raise UserError(f"--compile with --schedule {self.cut.schedule}: torch cannot split a compiled backward")
         at_least(0, workers=self.workers, lr=self.lr, seed=self.seed, weight_decay=self.weight_decay)
 
 
@@ -69,10 +71,11 @@ if __name__ == "__main__":  # before the heavy imports: --help and mistakes answ
 import torch
 import torch.distributed as dist
 from torch.optim import AdamW, lr_scheduler
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from common.checkpoint import Checkpoints
-from common.distributed import Stop, World, launch, taking_part
+from common.data import StepSampler
+from common.distributed import Stop, World, agree, launch, taking_part
 from common.proof import prove_replicas_agree, prove_seen_once
 from common.report import Report
 from common.seed import seed_everything, seed_loader_worker
@@ -102,8 +105,9 @@ def train(args: Args, world: World) -> None:
     sizes = micro_batch_sizes(batch, cut.micro_batches)
     seed_everything(args.seed, world.rank, args.numbers.deterministic)
     with Report("resnet_pipeline", args.out, world) as report:
-        data = image_data(args.dataset, args.image_size, args.images, args.images // 2)
+        data = image_data(args.dataset, args.image_size, args.images, args.images // 2, args.seed)
         samples = len(data.train)
+        agree(world, hash(tuple(data.train.labels.tolist())), "the images' labels")  # the last stage has its own copy
         what = f"{data.name} ({samples} train, {len(data.test)} test), {cut.arch} with {cut.norm} norm"
         shares = f"{grid.replicas} replica(s) x micro-batches of {', '.join(map(str, sizes))}"
         report.introduce(what, numerics, args.batch_size, shares)
@@ -115,13 +119,15 @@ def train(args: Args, world: World) -> None:
         timeline = Timeline(world.rank, world.device)
         pipeline = make_pipeline(cut, parts, grid, probe.shape, timeline)
 
-        # Replica d gets positions d, d + D, d + 2D, ... of one permutation. All its stages count through the same
-        # positions; only the first stage reads pixels.
+        # Replica d gets positions d, d + D, d + 2D, ... of each batch. All its stages count through the same positions;
+        # only the first stage reads pixels.
         dataset = data.train if parts.first else only_labels(data.train)
-        sampler = DistributedSampler(data.train, grid.replicas, grid.replica, shuffle=True, seed=args.seed)
+        sampler = StepSampler(
+            samples, args.batch_size, replace(world, rank=grid.replica, size=grid.replicas), args.seed
+        )
         generator = torch.Generator()  # the loader's own: drawing from the global one would make resuming inexact
         loader = DataLoader(
-            dataset, batch, sampler=sampler, num_workers=args.workers if parts.first else 0, collate_fn=data.normalise,
+            dataset, batch_sampler=sampler, num_workers=args.workers if parts.first else 0, collate_fn=data.normalise,
             worker_init_fn=seed_loader_worker, pin_memory=world.device.type == "cuda", generator=generator,
             timeout=grid.seconds / 2 if parts.first and args.workers else 0,  # before those who wait for this stage
         )  # fmt: skip
@@ -141,17 +147,13 @@ def train(args: Args, world: World) -> None:
 
         with checkpoints, Stop() as stop:
             for epoch in range(progress["epoch"], args.epochs):
-                sampler.set_epoch(epoch)
-                generator.manual_seed(hash((args.seed, grid.replica, epoch)))  # of the loader's workers
-                seen = torch.zeros(samples, dtype=torch.int32)
-                if parts.first:  # trained on by the run that this one resumes, if it was interrupted in this epoch
-                    before = min(progress["batch"] * args.batch_size, samples)
-                    seen[list(islice(sampler, grid.dealt(before)))] = 1
-                name, rest = f"epoch {epoch + 1}/{args.epochs}", islice(loader, progress["batch"], None)
-                for images, labels, indices in report.steps(rest, name, len(loader), progress["batch"]):
+                sampler.set_epoch(epoch, progress["batch"])  # a new permutation, from the batch to go on with
+                seen = sampler.seen() * parts.first  # by the run that this one resumes; other stages read no pixels
+                name = f"epoch {epoch + 1}/{args.epochs}"
+                for images, labels, indices in report.steps(loader, name, len(loader), progress["batch"]):
                     total = min(args.batch_size, samples - progress["batch"] * args.batch_size)
                     mine = grid.dealt(total)
-                    labels[mine:] = IGNORED  # DistributedSampler repeats samples so that all replicas get as many
+                    labels[mine:] = IGNORED  # repeated, so that all replicas get as many
                     timeline.begin()
                     loss = pipeline.step(
                         numerics.images(images), labels.to(world.device, non_blocking=True),

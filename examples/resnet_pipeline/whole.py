@@ -83,7 +83,9 @@ class Whole:
         return facts | {"stages": self.grid.stages, "replicas": self.grid.replicas, "most_kept": kept}
 
     def parameter_hash(self) -> str:
-        """Of the un-split model, from what `gather` has brought; empty on other ranks than the main one."""
+        """Of the un-split model; empty on other ranks than the main one. Every rank calls this."""
+        if not self.parts:  # resumed at its end: there was no epoch to gather after
+            self.gather()
         return parameter_hash(self.model) if self.parts["model"] else ""
 
     @property

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 from torch.optim import SGD
-from torchvision.models.resnet import BasicBlock
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from common.data import ImageData
 from common.distributed import World, gather, launch, say, taking_part
@@ -53,39 +53,46 @@ BASE = Cut(arch="resnet18", norm="group", balance="even")
 HAND = [
     *(
         replace(BASE, schedule=schedule, micro_batches=count)
-        for schedule in ("gpipe", "1f1b")
+        for schedule in ("gpipe", "1f1b", "interleaved")
         for count in (1, 3, 4)  # 8 samples: 8; 3, 3, 2; 2, 2, 2, 2
     ),
     replace(BASE, norm="batch"),
     replace(BASE, norm="batch", micro_batches=3, balance="auto"),
     replace(BASE, norm="frozen"),
     replace(BASE, norm="batch", recompute=True),
+    replace(BASE, norm="batch", micro_batches=3, schedule="interleaved", recompute=True),
+    replace(BASE, arch="resnet50", norm="batch"),
+    replace(BASE, arch="resnet50", schedule="interleaved", micro_batches=3),
 ]
 TORCH = [
     *(
         replace(BASE, engine="torch", schedule=schedule, micro_batches=count)
         for schedule, counts in {
-            "gpipe": (4, 5), "1f1b": (4, 5), "interleaved": (4,), "zero-bubble": (4,), "zbv": (8,)
+            "gpipe": (4, 5), "1f1b": (4, 5), "interleaved": (3, 4), "zero-bubble": (3, 4), "zbv": (3, 8)
         }.items()
         for count in counts
     ),
     replace(BASE, engine="torch", norm="batch"),
     replace(BASE, engine="torch", norm="batch", recompute=True),
+    replace(BASE, arch="resnet50", engine="torch", schedule="zbv", micro_batches=8),
 ]  # fmt: skip
+LAYOUT = [BASE, replace(BASE, schedule="interleaved", micro_batches=3), replace(BASE, engine="torch", norm="batch")]
 REPLICAS = [  # BatchNorm over two values only tells their order, and so amplifies rounding: one micro-batch of four
     replace(BASE, stages=2, micro_batches=count, norm=norm, engine=engine)
     for norm, count, engine in (("group", 2, "hand"), ("group", 2, "torch"), ("batch", 1, "hand"))
-]
+] + [replace(BASE, stages=2, micro_batches=2, schedule="interleaved")]
 
 
 def narrow(arch: str, classes: int, norm: str) -> nn.Module:
-    """A ResNet-18 with half the channels: its blocks are cut and computed the same, in a third of the time."""
-    model = torchvision.models.ResNet(BasicBlock, [2, 2, 2, 2], num_classes=classes, norm_layer=NORMS[norm])
+    """A ResNet with half the channels and few blocks: they are cut and computed the same, in a third of the time."""
+    block, blocks = (Bottleneck, [2, 2, 1, 1]) if arch == "resnet50" else (BasicBlock, [2, 2, 2, 2])
+    model = torchvision.models.ResNet(block, blocks, num_classes=classes, norm_layer=NORMS[norm])
     model.inplanes = 32
     model.conv1, model.bn1 = nn.Conv2d(3, 32, 7, stride=2, padding=3, bias=False), NORMS[norm](32)
     for number, stride in enumerate((1, 2, 2, 2)):
-        model.add_module(f"layer{number + 1}", model._make_layer(BasicBlock, 32 * 2**number, 2, stride))
-    model.fc = nn.Linear(256, classes)
+        layer = model._make_layer(block, 32 * 2**number, blocks[number], stride)  # type: ignore[arg-type]
+        model.add_module(f"layer{number + 1}", layer)
+    model.fc = nn.Linear(256 * block.expansion, classes)
     return model
 
 
@@ -97,22 +104,35 @@ def optimizer(parameters: list[nn.Parameter]) -> SGD:
 
 
 @cache
-def reference(norm: str, count: int, replicas: int) -> tuple[dict[str, Tensor], list[float]]:
-    """The same training of the un-split model without distributed code: gradients add up over the micro-batches."""
+def reference(
+    arch: str, norm: str, count: int, replicas: int, numerics: Numerics
+) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training of the un-split model without distributed code: gradients add up over the micro-batches.
+
+    BatchNorm's running statistics are the means of those that the replicas have after a step from common ones.
+    """
     images, labels = samples()
     torch.manual_seed(7)
-    model = narrow(BASE.arch, CLASSES, norm).train()
+    model = numerics.prepare(narrow(arch, CLASSES, norm)).train()
     sgd = optimizer(list(model.parameters()))
+    running = {name: buffer for name, buffer in model.named_buffers() if "running" in name}
     losses = []
     for step in range(STEPS):
         loss = 0.0
+        before = {name: buffer.clone() for name, buffer in running.items()}
+        after = []
         for replica in range(replicas):
+            for name, buffer in running.items():
+                buffer.copy_(before[name])
             mine, theirs = (t[step, replica::replicas] for t in (images, labels))
             sizes = micro_batch_sizes(len(mine), count)
-            for x, y in zip(mine.split(sizes), theirs.split(sizes), strict=True):
+            for x, y in zip(numerics.images(mine).split(sizes), theirs.split(sizes), strict=True):
                 part = F.cross_entropy(model(x), y, reduction="sum") / BATCH
                 part.backward()
                 loss += part.item()
+            after.append({name: buffer.clone() for name, buffer in running.items()})
+        for name, buffer in running.items():
+            buffer.copy_(torch.stack([each[name] for each in after]).mean(dim=0))
         sgd.step()
         sgd.zero_grad()
         losses.append(loss)
@@ -130,14 +150,14 @@ def pipeline(
     mine, theirs = (t[:, grid.replica :: grid.replicas] for t in (images, labels))
     sizes = micro_batch_sizes(mine.shape[1], cut.micro_batches)
     data = ImageData("", draw(BATCH, SIZE, 0), draw(BATCH, SIZE, 0), CLASSES, 0.0, 1.0)
-    held = make_parts(cut, 7, mine[0], data, numerics, world, grid)
+    held = make_parts(cut, 7, numerics.images(mine[0]), data, numerics, world, grid)
     timeline = Timeline(world.rank, world.device, range(STEPS))
     engine = make_pipeline(cut, held, grid, mine.shape[1:], timeline)
     sgd = optimizer([p for stage in held.stages.values() for p in stage.parameters()])
     losses = []
     for x, y in zip(mine, theirs, strict=True):
         timeline.begin()
-        losses.append(engine.step(x, y, sizes, BATCH).item())
+        losses.append(engine.step(numerics.images(x), y, sizes, BATCH).item())
         sum_over_replicas(list(held.stages.values()), grid)
         sgd.step()
         sgd.zero_grad()
@@ -157,7 +177,7 @@ def check(cut: Cut, grid: Grid, numerics: Numerics, world: World) -> None:
     held = gather(world, (state, losses, kept))
     if not held:
         return
-    expected, losses = reference(cut.norm, cut.micro_batches, grid.replicas)
+    expected, losses = reference(cut.arch, cut.norm, cut.micro_batches, grid.replicas, numerics)
     whole = {name: tensor for part, _, _ in held for name, tensor in part.items()}
     assert whole.keys() == expected.keys()
     exact = all(torch.equal(whole[name], expected[name]) for name in expected)
@@ -166,23 +186,24 @@ def check(cut: Cut, grid: Grid, numerics: Numerics, world: World) -> None:
     for name, tensor in expected.items():
         copies = [part[name] for part, _, _ in held if name in part]
         assert all(torch.equal(copy, whole[name]) for copy in copies), "the replicas differ"
-        if not (several and ("running" in name or "tracked" in name)):  # one model saw all micro-batches in turn
+        if not (several and "tracked" in name):  # one model saw all micro-batches in turn
             torch.testing.assert_close(
                 whole[name], tensor, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{cut}: {n}: {m}"
             )
     found = [sum(part[step] for _, part, _ in held) for step in range(STEPS)]
     torch.testing.assert_close(found, losses, rtol=rtol, atol=atol)
     if cut.norm != "batch":  # then micro-batches do not matter: also equal to the full batch
-        full, _ = reference(cut.norm, 1, 1)
+        full, _ = reference(cut.arch, cut.norm, 1, 1, numerics)
         for name in full:
             torch.testing.assert_close(whole[name], full[name], rtol=1e-2, atol=1e-3)
     elif cut.micro_batches > 1:  # and here they do
-        full, _ = reference(cut.norm, 1, 1)
+        full, _ = reference(cut.arch, cut.norm, 1, 1, numerics)
         assert any((whole[name] - full[name]).abs().max() > 1e-3 for name in full if name.endswith("weight"))
     most = [part[2] for part in held]
     print(
         f"equal{' bit by bit' if exact else ''}: {grid.replicas} x {grid.stages}, {cut.engine} {cut.schedule}, "
-        f"{cut.micro_batches} micro-batches, {cut.norm}{', recompute' if cut.recompute else ''}, kept {most}",
+        f"{cut.micro_batches} micro-batches, {cut.norm}{', recompute' if cut.recompute else ''}"
+        f"{', ' + cut.arch if cut.arch != BASE.arch else ''}{', NHWC' if numerics.channels_last else ''}, kept {most}",
         flush=True,
     )
 
@@ -193,11 +214,14 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
         dist.init_process_group(
             "gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
         )
-        numerics = Precision(precision="fp32").on(world.device)
-        everything = HAND + TORCH if world.size > 1 else HAND[2::3] + TORCH[-2:]  # one stage has little to go wrong
-        cases = {"all": everything, "hand": [HAND[5]], "replicas": REPLICAS}[args.cases]
+        plain, nhwc = (Precision(precision="fp32", channels_last=use).on(world.device) for use in ("no", "yes"))
+        cases = {
+            "all": [(cut, plain) for cut in HAND + TORCH] + [(cut, nhwc) for cut in LAYOUT],
+            "hand": [(HAND[5], plain)],
+            "replicas": [(cut, plain) for cut in REPLICAS] + [(REPLICAS[0], nhwc)],
+        }[args.cases]
         grid = make_grid(world, 2 if args.cases == "replicas" else None)
-        for cut in cases:
+        for cut, numerics in cases:
             check(cut, grid, numerics, world)
         say(world, f"{len(cases)} cases")
 
