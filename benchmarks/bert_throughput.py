@@ -9,7 +9,7 @@ The naive recipe is the usual one: each batch is tokenised in the collate functi
 model, and take turns step by step, so that a change of the machine's load meets all of them:
 
 * speed: sequences per second, whole steps from text (or stored tokens) to new parameters, over blocks of steps;
-* accuracy: of the naive recipe and of ours after the same epochs, each with the same learning rates;
+* accuracy: of the naive recipe and of the last one after the same epochs, with the same learning rates;
 * batch: one device against DataParallel over all of them, by batch size (needs two CUDA devices).
 """
 
@@ -64,6 +64,8 @@ class Args:
     """Steps in a block."""
     epochs: int = 2
     """Passes over the training reviews (accuracy)."""
+    seeds: int = 1
+    """Trainings of each recipe, from other parameters and in another order (accuracy)."""
     lr: float = 5e-4
     """Highest learning rate."""
     out: Path = Path("benchmarks/results")
@@ -71,6 +73,7 @@ class Args:
 
     def __post_init__(self) -> None:
         at_least(1, rounds=self.rounds, steps=self.steps, epochs=self.epochs, batch_size=self.batch_size)
+        at_least(1, seeds=self.seeds)
 
     @property
     def text(self) -> TextOptions:
@@ -86,9 +89,10 @@ class Recipe:
         args: the flags.
         total: steps of the whole run, for the learning rate.
         devices: for DataParallel; empty for the first device alone.
+        seed: of parameters and order.
     """
 
-    def __init__(self, name: str, args: Args, total: int, devices: list[int] | None = None) -> None:
+    def __init__(self, name: str, args: Args, total: int, devices: list[int] | None = None, seed: int = 0) -> None:
         import torch
         from torch import nn
         from torch.optim import Adam, AdamW
@@ -105,7 +109,7 @@ class Recipe:
         train, test = split(reviews, 0)
         self.texts = [reviews.texts[position] for position in train]
         self.labels = torch.tensor([reviews.labels[position] for position in train])
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         dropout = 0.0 if level >= 4 else 0.1
         options = TextOptions(csv=args.csv, vocab=args.vocab, layers=args.layers, hidden=args.hidden, dropout=dropout)
         self.bert, self.tokenizer, _ = prepare(options, self.texts)
@@ -116,13 +120,13 @@ class Recipe:
         self.data = encode(self.tokenizer, self.texts, self.labels.tolist(), 128) if level >= 1 else None
         self.test = encode(self.tokenizer, [reviews.texts[p] for p in test], [reviews.labels[p] for p in test], 128)
         self.sampler = (
-            LengthSampler(self.data.lengths, args.batch_size, alone(), 0) if self.data and level >= 2 else None
+            LengthSampler(self.data.lengths, args.batch_size, alone(), seed) if self.data and level >= 2 else None
         )
         self.own_forward = level >= 5
         kind = AdamW if level >= 3 else Adam
         decay: dict[str, Any] = {"weight_decay": 0.01, "fused": True} if level >= 3 else {}
         self.optimizer = kind(self.bert.parameters(), args.lr, **decay)
-        self.epoch = self.done = 0
+        self.seed, self.epoch, self.done = seed, 0, 0
         self.batches = self.order()
 
     def order(self) -> Iterator[list[int]]:
@@ -135,7 +139,9 @@ class Recipe:
                 for batch in self.sampler:
                     yield [index for _, index in batch]
             else:
-                order = torch.randperm(len(self.texts), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+                order = torch.randperm(
+                    len(self.texts), generator=torch.Generator().manual_seed(hash((self.seed, self.epoch)))
+                ).tolist()
                 for start in range(0, len(order), self.batch_size):
                     yield order[start : start + self.batch_size]
             self.epoch += 1
@@ -224,36 +230,50 @@ def summary(samples: dict[str, list[float]], base: str) -> dict[str, Any]:
     }
 
 
-def speed(args: Args) -> dict[str, Any]:
-    """Each recipe, in turns."""
+def recipes() -> list[str]:
+    """Those that this machine computes natively; the last one is what bert_dp does."""
     import torch
 
     from common.precision import Precision
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     native = Precision().on(device).name == "bf16"
-    names = [name for name in STEPS if native or name != "+ bfloat16"]
+    return [name for name in STEPS if native or name != "+ bfloat16"]
+
+
+def speed(args: Args) -> dict[str, Any]:
+    """Each recipe, in turns."""
+    names = recipes()
     found = summary(in_turns({name: Recipe(name, args, 1000) for name in names}, args), NAIVE)
-    return found | {"recipes": {name: STEPS[name] for name in names}, "bfloat16": "native" if native else "left out"}
+    bf16 = "native" if "+ bfloat16" in names else "left out"
+    return found | {"recipes": {name: STEPS[name] for name in names}, "bfloat16": bf16}
 
 
 def accuracy(args: Args) -> dict[str, Any]:
-    """The naive recipe and ours, trained to the end, one after the other."""
-    found: dict[str, Any] = {"epochs": args.epochs, "runs": {}}
-    for name in (NAIVE, OURS):
-        recipe = Recipe(name, args, 0)
-        steps = -(-len(recipe.texts) // args.batch_size)
-        recipe.total = steps * args.epochs
-        curve, seconds = [], 0.0
+    """The naive recipe and the last one, trained to the end."""
+    names = (NAIVE, recipes()[-1])
+    runs: dict[str, Any] = {name: {"accuracy": [], "training_seconds": []} for name in names}
+    for seed in range(args.seeds):
+        pair = {name: Recipe(name, args, 0, seed=seed) for name in names}
+        seconds = dict.fromkeys(names, 0.0)
+        curves: dict[str, list[float]] = {name: [] for name in names}
         for epoch in range(args.epochs):
-            started = time.perf_counter()
-            for _ in range(steps):
-                recipe.step()
-            seconds += time.perf_counter() - started
-            curve.append(round(recipe.accuracy(), 4))
-            print(f"{name}: epoch {epoch + 1}/{args.epochs}, {seconds:.0f} s, accuracy {curve[-1]:.4f}", flush=True)
-        found["runs"][name] = {"accuracy": curve, "training_seconds": round(seconds, 1)}
-    return found
+            for name, recipe in pair.items():
+                steps = -(-len(recipe.texts) // args.batch_size)
+                recipe.total = steps * args.epochs
+                started = time.perf_counter()
+                for _ in range(steps):
+                    recipe.step()
+                seconds[name] += time.perf_counter() - started
+                curves[name].append(round(recipe.accuracy(), 4))
+                print(
+                    f"seed {seed}, epoch {epoch + 1}/{args.epochs}, {name}: {seconds[name]:.0f} s, "
+                    f"accuracy {curves[name][-1]:.4f}", flush=True,
+                )  # fmt: skip
+        for name in names:
+            runs[name]["accuracy"].append(curves[name])
+            runs[name]["training_seconds"].append(round(seconds[name], 1))
+    return {"epochs": args.epochs, "runs": runs}
 
 
 def batch(args: Args) -> dict[str, Any]:
@@ -302,7 +322,9 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     if "accuracy" in results:
         runs = results["accuracy"]["runs"]
         words = "; ".join(
-            f"{name}: {run['accuracy'][-1]:.3f} after {run['training_seconds']:.0f} s" for name, run in runs.items()
+            f"{name}: {', '.join(f'{curve[-1]:.3f}' for curve in run['accuracy'])} "
+            f"after {median(run['training_seconds']):.0f} s"
+            for name, run in runs.items()
         )
         axis.set_xlabel(f"validation accuracy after {results['accuracy']['epochs']} epochs - {words}", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)

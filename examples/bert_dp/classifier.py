@@ -98,6 +98,7 @@ def load(
         tokenizer = BertTokenizer.from_pretrained(folder, **local)
         options: dict[str, Any] = local | {
             "use_safetensors": True,
+            "dtype": torch.float32,  # not the file's: a model saved in halves would be trained in halves
             "ignore_mismatched_sizes": True,
             "output_loading_info": True,
         }
@@ -105,7 +106,7 @@ def load(
     except (OSError, ValueError, RuntimeError, AttributeError, SafetensorError) as error:
         raise UserError(f"--model {folder} cannot be loaded ({str(error).splitlines()[0]})") from None
     model, about = loaded
-    if len(tokenizer) != config.vocab_size or tokenizer.pad_token_id != config.pad_token_id:
+    if len(tokenizer) != config.vocab_size or {tokenizer.pad_token_id, config.pad_token_id} != {PAD}:
         raise UserError(
             f"--model {folder}: its tokenizer has {len(tokenizer):,} tokens and [PAD] = {tokenizer.pad_token_id}, its "
             f"model {config.vocab_size:,} and {config.pad_token_id}: they are not of one model"
@@ -175,8 +176,27 @@ def _layer(layer: Any, asking: Tensor, asked: Tensor, mask: Tensor) -> Tensor:
         for projected in (attention.query(asking), attention.key(asked), attention.value(asked))
     )
     dropout = attention.dropout.p if attention.training else 0.0
-    mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+    attend = _attend_bf16_cpu if (query.device.type, query.dtype) == ("cpu", torch.bfloat16) else _attend
+    mixed = attend(query, key, value, mask, dropout)
     return layer.feed_forward_chunk(layer.attention.output(mixed.transpose(1, 2).flatten(2), asking))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+
+
+def _attend_bf16_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    """The same by matrix products: torch's fused attention is five times slower backward in bfloat16 on a CPU.
+
+    It keeps the probabilities, [N, heads, Q, L], 2 bytes each, which the fused one computes again.
+    """
+    heads = query.shape[1]
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)  # [N, 1, 1, L]
+    queries, keys, values = (each.flatten(0, 1) for each in (query, key, value))  # [N * heads, ., d]
+    scores = torch.baddbmm(
+        bias.expand(-1, heads, -1, -1).flatten(0, 1), queries, keys.transpose(1, 2), alpha=query.shape[-1] ** -0.5
+    )  # [N * heads, Q, L]
+    return (nn.functional.dropout(scores.softmax(-1), dropout) @ values).unflatten(0, (-1, heads))
 
 
 def save(folder: Path, bert: BertForSequenceClassification, tokenizer: BertTokenizer) -> None:

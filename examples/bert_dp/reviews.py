@@ -85,6 +85,8 @@ def read_csv(path: Path, *needed: str) -> "DataFrame":
     if not isinstance(frame.index, pandas.RangeIndex):
         raise UserError(f"{path} has rows with more fields than the header: a review with a comma needs quotes")
     frame.columns = [str(name).strip().lower() for name in frame.columns]
+    if frame.columns.has_duplicates:
+        raise UserError(f"{path} names a column twice; it has {', '.join(frame.columns)}")
     if missing := [name for name in needed if name not in frame.columns]:
         raise UserError(f"{path} has no column {' and no '.join(missing)}; it has {', '.join(frame.columns)}")
     return frame

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers.models.bert.tokenization_bert import BertTokenizer
 
-from common.data import StepSampler
+from common.data import StepSampler, indices_of
 from common.distributed import World
 from common.errors import UserError
 
@@ -89,10 +89,9 @@ class Encoded(Dataset[Any]):
         Args:
             keys: indices, or pairs (epoch, index) as `data.StepSampler` gives them.
         """
-        chosen = [key[1] if isinstance(key, tuple) else key for key in keys]
-        rows = [self.ids[self.starts[index] : self.starts[index + 1]] for index in chosen]
+        indices = indices_of(keys)
+        rows = [self.ids[self.starts[index] : self.starts[index + 1]] for index in indices.tolist()]
         ids = pad_sequence(rows, batch_first=True, padding_value=PAD).long()  # dynamic padding: no row of PAD only
-        indices = torch.tensor(chosen, dtype=torch.long)
         return ids, self.labels[indices], indices
 
 

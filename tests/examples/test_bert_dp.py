@@ -30,10 +30,10 @@ from common.errors import UserError
 from common.metrics import classification_metrics
 from common.precision import Precision
 from common.proof import parameter_hash
-from examples.bert_dp.classifier import Classifier, data_parallel, load, prepare, save
+from examples.bert_dp.classifier import Classifier, _attend, _attend_bf16_cpu, data_parallel, load, prepare, save
 from examples.bert_dp.options import TextOptions
 from examples.bert_dp.reviews import ID2LABEL, SHIPPED, read_reviews, split
-from examples.bert_dp.tokens import LengthSampler, encode, make_tokenizer, read_vocabulary, vocabulary
+from examples.bert_dp.tokens import SPECIAL, LengthSampler, encode, make_tokenizer, read_vocabulary, vocabulary
 from tests import warm
 from tests.conftest import ROOT, Programs
 from tests.cpu_replicas import OnCpus
@@ -424,6 +424,27 @@ def test_scores_and_gradients_are_the_models_own(layers: int) -> None:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("asking", [1, 9])
+def test_attention_by_products_is_torchs_own(asking: int) -> None:
+    """In bfloat16 on a CPU the example multiplies matrices; both stay as near to float64 as bfloat16 goes."""
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(3, 2, length, 8, generator=generator, dtype=torch.float64) for length in (asking, 9, 9)]
+    mask = (torch.arange(9) < torch.tensor([[9], [4], [1]]))[:, None, None, :]  # [3, 1, 1, 9]
+
+    def results(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        inputs = [each.clone().to(dtype).requires_grad_() for each in exact]
+        mixed = attend(*inputs, mask, 0.0)
+        mixed.square().sum().backward()
+        return [mixed.detach(), *(each.grad for each in inputs if each.grad is not None)]
+
+    right = results(_attend, torch.float64)
+    assert len(right) == 4
+    for ours, theirs in zip(results(_attend_bf16_cpu, torch.float64), right, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(results(_attend_bf16_cpu, torch.bfloat16), right, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0.05, atol=0.05)
+
+
 def test_sums_are_right_for_unequal_chunks_and_means_are_not() -> None:
     """DataParallel's chunks of 5 reviews on 4 devices: 2, 2 and 1."""
     model = Classifier(shipped()[0].eval(), NUMERICS)
@@ -628,6 +649,14 @@ def test_the_shipped_reviews_are_our_own(real_data: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- bad input
 
 
+def test_weights_that_were_saved_in_halves_are_trained_in_full(tmp_path: Path, default_run: Path) -> None:
+    bert, tokenizer = load(default_run / "model")
+    bert.half().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, _ = load(tmp_path)
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -637,6 +666,11 @@ def test_the_shipped_reviews_are_our_own(real_data: Path) -> None:
         (["--model", "DIR", "--vocab", "x"], "--vocab with --model: the folder decides that"),
         (["--hidden", 100], "--hidden 100: give a multiple of 64"),
         (["--channels-last", "yes"], "--channels-last is for images"),
+        (["--model", "NOWEIGHTS"], "--model .*: no weights there"),
+        (["--nproc", 2, "--model", "OTHERVOCAB"], "--model .*: .* they are not of one model"),
+        (["--vocab", "EMPTY"], "--vocab .* cannot be read"),
+        (["--vocab", "CSV"], "--vocab .* is no vocabulary of a BERT: it lacks"),
+        (["--vocab", "TWICE"], "--vocab .* is no vocabulary of a BERT: .* no token twice"),
         (["--max-length", 200, "--model", "MODEL"], "--max-length 200: the model in .* takes at most 128 tokens"),
     ],
 )
@@ -645,7 +679,14 @@ def test_bad_input_is_one_line(
 ) -> None:
     written(tmp_path / "CSV", "label,review\n" + rows(12, second="1,差"))
     (tmp_path / "EMPTY").mkdir()
-    places = {"CSV": tmp_path / "CSV", "EMPTY": tmp_path / "EMPTY", "MODEL": default_run / "model"}
+    places = {name: tmp_path / name for name in ("CSV", "EMPTY", "NOWEIGHTS", "OTHERVOCAB", "TWICE")}
+    places["MODEL"] = default_run / "model"
+    for name in ("NOWEIGHTS", "OTHERVOCAB"):
+        shutil.copytree(places["MODEL"], places[name])
+    next(places["NOWEIGHTS"].glob("*.safetensors")).unlink()
+    config = places["OTHERVOCAB"] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 77}))
+    written(places["TWICE"], "".join(f"{token}\n" for token in (*SPECIAL, "好", "好")))
     done = programs.run(*TRAIN, *(places.get(str(flag), flag) for flag in flags), "--out", tmp_path / "out", code=2)
     line = done.stderr.replace(NO_GPU, "")
     assert re.fullmatch(rf"error: .*{words}.*\n", line), line
@@ -781,6 +822,12 @@ def test_real_reviews_are_learned(programs: Programs, tmp_path: Path, real_data:
         "--max-length", 64, "--epochs", 3, "--out", tmp_path / "out", limit=200,
     )  # fmt: skip
     assert result(tmp_path / "out")["metrics"]["accuracy"] > 0.75
+    for text, label in (
+        ("房间很干净，服务也很热情，非常满意。", "好评"),
+        ("房间又脏又臭，服务态度极差，太失望了。", "差评"),
+    ):
+        said = programs.run(*PREDICT, "--model", tmp_path / "out" / "model", "--text", text).stdout
+        assert said.startswith(label), said
 
 
 # ----------------------------------------------------------------------------------------------------- with a GPU
