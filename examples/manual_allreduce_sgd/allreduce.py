@@ -21,9 +21,7 @@ from torch import Tensor
 
 from common.distributed import World
 
-PIECE = 1 << 21  # bytes: while one piece is added, the next is under way; a smaller one costs more than it hides
-AHEAD = 4  # pieces that are sent before the first of them has to be there
-EARLY = 3  # receives that wait before the sender comes to it, or gloo would ask for each message first
+PIECE = 1 << 21  # bytes: while one piece is added, the next are under way; a smaller one costs more than it hides
 
 
 @dataclass
@@ -39,11 +37,19 @@ class Circle:
     position: int
     bytes: int = 0
     messages: int = 0
+    _memory: Tensor | None = None
 
     @classmethod
     def of(cls, world: World) -> "Circle":
         """All processes of the job."""
         return cls(range(world.size), world.rank)
+
+    def scratch(self, like: Tensor) -> Tensor:
+        """Memory for what comes, [n] as `like`: kept, because fresh memory costs a page fault per 4 KiB."""
+        kept = self._memory
+        if kept is None or len(kept) < len(like) or (kept.dtype, kept.device) != (like.dtype, like.device):
+            self._memory = kept = torch.empty_like(like)
+        return kept[: len(like)]
 
     def post(
         self, send: tuple[Tensor, int] | None = None, receive: tuple[Tensor, int] | None = None
@@ -78,8 +84,7 @@ def ring(tensor: Tensor, circle: Circle) -> None:
 
     The tensor is cut into W chunks. Reduce-scatter, W - 1 steps: each process sends a chunk to its right, and adds
     the one that comes from its left to its own; then process r holds the whole sum of chunk r + 1. All-gather, W - 1
-    steps: the sums go round. Chunks travel in pieces of about 2 MiB, so that one is added while others are under way;
-    with gloo, receives wait for them.
+    steps: the sums go round. Chunks travel in pieces of about 2 MiB, so that one is added while others are under way.
 
     Source: Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations
     (https://doi.org/10.1016/j.jpdc.2008.09.002).
@@ -92,49 +97,21 @@ def ring(tensor: Tensor, circle: Circle) -> None:
         RuntimeError: a neighbour died, or was silent for longer than the timeout of the process group.
     """
     size, me = len(circle.ranks), circle.position
+    right, left = (me + 1) % size, (me - 1) % size
     chunks = tensor.tensor_split(size)  # views whose lengths differ by at most 1; the first is the longest
     pieces = max(1, ceil(chunks[0].nbytes / PIECE))
     grid = [chunk.tensor_split(pieces) for chunk in chunks]
-    half = (size - 1) * pieces  # messages of the reduce-scatter; as many follow in the all-gather
-    staged = pieces == 1  # small: receive everything into scratch, since a copy costs less than a late receive
-    ahead = min(AHEAD, pieces)
-    early = 0 if tensor.is_cuda else 2 * half if staged else max(0, min(EARLY, half - 1))
-    scratch = [torch.empty_like(grid[0][0]) for _ in range(min(2 * half, ahead + early))]
-    right, left = (me + 1) % size, (me - 1) % size
+    scratch = circle.scratch(chunks[0]).tensor_split(pieces)
     sent = circle.bytes
-    arriving: dict[int, list[dist.Work]] = {}
-    leaving: dict[int, list[dist.Work]] = {}
-
-    def place(message: int) -> tuple[Tensor, Tensor]:
-        """The piece that a message is for, and the memory that it is received into."""
-        step, piece = divmod(message, pieces)
-        mine = grid[(me - step - 1) % size][piece]
-        return mine, scratch[message % len(scratch)][: len(mine)] if message < half or staged else mine
-
-    for message in range(-early, 2 * half + ahead):
-        if 0 <= message - ahead < 2 * half:
-            wait(arriving.pop(message - ahead))
-            mine, received = place(message - ahead)
-            if message - ahead < half:
-                mine.add_(received)
-            elif received is not mine:
-                mine.copy_(received)
-        coming, receive, send = message + early, None, None
-        if coming < 2 * half:
-            if coming >= half and not staged:
-                wait(leaving.pop(coming - half))  # what was in this place has been sent
-            receive = place(coming)[1], left
-        if 0 <= message < 2 * half:
-            # Piece p of step s + 1 is what was received and added as piece p of step s, `pieces` messages ago: since
-            # `ahead` is not more, that is done.
-            step, piece = divmod(message, pieces)
-            send = grid[(me - step) % size][piece], right
-        if tensor.is_cuda:
-            arriving[coming], leaving[message] = circle.post(send, receive), []
-        else:
-            arriving[coming], leaving[message] = circle.post(receive=receive), circle.post(send)
-    for works in leaving.values():
-        wait(works)
+    for step in range(2 * (size - 1)):
+        adding = step < size - 1  # reduce-scatter; then all-gather
+        outgoing, mine = grid[(me - step) % size], grid[(me - step - 1) % size]
+        incoming = [room[: len(piece)] for room, piece in zip(scratch, mine, strict=True)] if adding else mine
+        under_way = [circle.post((out, right), (into, left)) for out, into in zip(outgoing, incoming, strict=True)]
+        for works, piece, received in zip(under_way, mine, incoming, strict=True):
+            wait(works)
+            if adding:
+                piece.add_(received)
     skipped = chunks[(me + 1) % size].nbytes + chunks[(me + 2) % size].nbytes  # one in each half
     assert circle.bytes - sent == (2 * tensor.nbytes - skipped if size > 1 else 0)
 
@@ -157,7 +134,7 @@ def recursive_doubling(tensor: Tensor, circle: Circle) -> None:
     """
     size, me = len(circle.ranks), circle.position
     power = 1 << (size.bit_length() - 1)
-    received = torch.empty_like(tensor)
+    received = circle.scratch(tensor)
 
     def exchange(partner: int, send: bool = True, into: Tensor | None = None) -> None:
         wait(circle.post((tensor, partner) if send else None, None if into is None else (into, partner)))

@@ -107,9 +107,9 @@ def broadcast_parameters(model: nn.Module) -> None:
 
 
 def mean_losses(losses: list[torch.Tensor], mine: int, world: World) -> str:
-    """Each rank's mean loss over the samples that it trained on, in one line."""
+    """Each rank's mean loss over the samples that it trained on, in one line; a resumed epoch may have none left."""
     everybody: list[float] = [0.0] * world.size
-    dist.all_gather_object(everybody, float(torch.stack(losses).sum()) / max(1, mine))
+    dist.all_gather_object(everybody, float(sum(losses)) / max(1, mine))
     return ", ".join(f"rank {rank} {loss:.4f}" for rank, loss in enumerate(everybody))
 
 

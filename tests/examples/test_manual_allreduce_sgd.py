@@ -278,3 +278,17 @@ def test_a_wrong_topic_is_one_line(programs: Programs) -> None:
 def test_the_smallest_program(programs: Programs) -> None:
     done = programs.run("-m", f"{EXAMPLE}.run", "--nproc", 3)
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3: the sum of all ranks is 3" for rank in range(3)]
+
+
+ALL_WAS_DONE = """
+from types import SimpleNamespace
+import torch.distributed as dist
+from examples.manual_allreduce_sgd.train import mean_losses
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+print(mean_losses([], 0, SimpleNamespace(size=1)))
+"""
+
+
+def test_a_resume_between_the_last_step_and_the_evaluation(programs: Programs) -> None:
+    """The run that this one resumes has done all steps of the epoch: there is no loss to show."""
+    assert programs.run("-c", ALL_WAS_DONE).stdout == "rank 0 0.0000\n"
