@@ -1,11 +1,13 @@
 """A small generator and discriminator for grey images, and how far what they make is from what is real."""
 
+import io
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint import write_atomically
 from common.errors import UserError
 
 
@@ -90,12 +92,17 @@ def frechet_distance(one: Tensor, other: Tensor) -> float:
 
 
 def draw(images: Tensor, path: Path, columns: int = 10) -> None:
-    """A grid of images [N, 1, H, W] as a PNG, each pixel drawn with 4 x 4."""
+    """A grid of images [N, 1, H, W] as a PNG, each pixel drawn with 4 x 4.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     from PIL import Image
 
     rows = images[: len(images) // columns * columns].squeeze(1).unflatten(0, (-1, columns))  # [rows, columns, H, W]
     rows = nn.functional.pad(rows, (1, 1, 1, 1), value=1.0)
     grid = rows.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)  # [rows * H, columns * W]
     grey = grid.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
-    picture = Image.fromarray(grey.numpy())
-    picture.resize((4 * picture.width, 4 * picture.height), Image.Resampling.NEAREST).save(path)
+    picture, file = Image.fromarray(grey.numpy()), io.BytesIO()
+    picture.resize((4 * picture.width, 4 * picture.height), Image.Resampling.NEAREST).save(file, "PNG")
+    write_atomically(path, file.getbuffer())

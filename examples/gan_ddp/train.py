@@ -167,7 +167,8 @@ def train(args: Args, world: World) -> None:
                 with report.evaluating():
                     made = generate(generator, noise(1000, args.latent, args.seed, 0, 0))  # [1000, 1, H, W]
                     distance = from_main(world, lambda made=made: frechet_distance(made, scaled(data.test.pixels)))
-                    from_main(world, lambda made=made: draw(made[:100], args.out / "samples.png"))
+                    grid = args.out / "samples" / f"epoch-{epoch + 1:03}.png"
+                    from_main(world, lambda made=made, grid=grid: draw(made[:100], grid))
                 report.scalars(progress["step"], {"frechet/distance": distance})
                 report.log(f"{name}: Frechet distance to the test images {distance:.3f}")
                 progress |= {"epoch": epoch + 1, "batch": 0, "metrics": {"frechet_distance": distance}}

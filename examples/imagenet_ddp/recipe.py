@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import math
+import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,11 +153,13 @@ def _load_pretrained(model: nn.Module, arch: str, world: World, training: bool) 
     weights: Any = next(iter(reversed(list(models.get_model_weights(arch)))))  # the newest, as weights="DEFAULT"
     with main_first(world, f"weights of {arch}"):
         try:
-            loaded = weights.get_state_dict(progress=False, check_hash=True)
-        except (OSError, RuntimeError) as error:
+            # weights_only: a file that is there already is read unchecked, and may hold code
+            loaded = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
             place = f"{torch.hub.get_dir()}/checkpoints"
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UserError(
-                f"--pretrained: {weights.url} cannot be had ({error}); put that file into {place}"
+                f"--pretrained: {weights.url} cannot be had ({reason}); put that file into {place}"
             ) from None
     own = model.state_dict()
     fitting = {name: value for name, value in loaded.items() if name in own and value.shape == own[name].shape}

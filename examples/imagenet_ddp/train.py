@@ -116,9 +116,8 @@ def train(args: Args, world: World, report: Report) -> None:
     judged = average.module if average else model
 
     def judge(label: str) -> float:
-        for module in dict.fromkeys((model, judged)):
-            for buffer in module.buffers():  # BatchNorm's statistics: each rank has its own since its last forward
-                dist.broadcast(buffer, 0)
+        for buffer in model.buffers():  # BatchNorm's statistics: each rank has its own since its last forward
+            dist.broadcast(buffer, 0)
         with report.evaluating():
             found = evaluate(judged, test_loader, numerics, world, len(data.classes))
         report.skipped(loader.broken | test_loader.broken)

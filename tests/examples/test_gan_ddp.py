@@ -216,7 +216,10 @@ def test_the_contract(undisturbed: Result) -> None:
         assert distance < 0.4 * frechet_distance(untrained(noise(1000, 32, 1)), real)
     assert distance < 0.4 * frechet_distance(real.mean(0, keepdim=True).expand_as(real), real)
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    with Image.open(out / "samples.png") as picture:
+    grids = [out / "samples" / f"epoch-{epoch:03}.png" for epoch in range(1, 13)]
+    assert sorted((out / "samples").iterdir()) == grids
+    assert len({grid.read_bytes() for grid in grids}) == len(grids)
+    with Image.open(grids[-1]) as picture:
         assert picture.size == (4 * 100, 4 * 100)  # 10 x 10 images of 8 x 8 with a border of 1
         assert len(set(picture.tobytes())) > 50
     assert undisturbed["final_loss"] == undisturbed["losses"][-1]

@@ -300,6 +300,27 @@ def test_pretrained_weights_but_for_the_last_layer(programs: Programs, tmp_path:
                         empty.stderr.replace(NO_GPU, ""))  # fmt: skip
 
 
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_no_code_in_pretrained_weights_is_executed(programs: Programs, tmp_path: Path, folder: Path) -> None:
+    file = tmp_path / "hub/checkpoints" / models.ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    torch.save(Payload(tmp_path / "executed"), file)
+    flags = (*TRAIN, "-a", "resnet18", "--pretrained", "--nproc", 2, "--image-size", 32, "-b", 12)
+    done = programs.run(*flags, "--out", tmp_path / "out", folder, env={"TORCH_HOME": str(tmp_path)}, code=2)
+    assert re.fullmatch(r"error: --pretrained: https://\S+ cannot be had \(.*\); put that file into .*\n",
+                        done.stderr.replace(NO_GPU, ""))  # fmt: skip
+    assert not (tmp_path / "executed").exists()
+
+
 def test_real_photographs_are_learned(programs: Programs, tmp_path: Path, real_data: Path) -> None:
     """Imagenette's ten classes, in three epochs at a very low resolution: chance is 0.1."""
     programs.run(
@@ -416,7 +437,8 @@ def test_mutations_are_noticed_by_the_run_itself(
 
 
 def test_mutation_statistics_of_batch_norm_not_shared(programs: Programs, tmp_path: Path, folder: Path) -> None:
-    broken = mutated(tmp_path / "broken", (PROGRAM, "dist.broadcast(buffer, 0)", "pass"))
+    places = (PROGRAM, "common/metrics.py")  # of the model that is trained, and of the one that is evaluated
+    broken = mutated(tmp_path / "broken", *((place, "dist.broadcast(buffer, 0)", "pass") for place in places))
     flags = ("--nproc", 2, "--epochs", 1, "-b", 34, "--image-size", 64, "--out", tmp_path / "out", folder)
     assert "the replicas differ" in programs.run(*TRAIN, *flags, cwd=broken, code=1).stderr
 

@@ -2,11 +2,14 @@
 
 import gzip
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +24,7 @@ from common.precision import Precision
 from common.proof import parameter_hash
 from tests.conftest import ROOT, Programs
 from tests.make_data import write_idx
-from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, predictions, result
+from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, predictions, result, shown
 
 TRAIN = ("-m", "examples.mnist_ddp_spawn.train")
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -321,6 +324,45 @@ def test_a_signal_saves_the_step_and_leaves_nothing(
     resumed = programs.run(*flags, "--resume", "auto")
     assert f"at step {stopped[1]}" in resumed.stdout
     assert result(tmp_path)["parameter_hash"] == undisturbed[2]["parameter_hash"]
+
+
+def test_on_a_terminal_messages_stand_on_lines_of_their_own(tmp_path: Path, eventually: Eventually) -> None:
+    """The line of progress, which is another process's, is wiped before."""
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, *map(str, TRAIN), "--nproc", "2", "--epochs", "500", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=its_end, stdout=its_end, stderr=its_end, start_new_session=True)
+    os.close(its_end)
+    with ThreadPoolExecutor() as pool:
+        said = pool.submit(shown, terminal)
+        try:
+            eventually(lambda: newest_step(tmp_path) >= 24, 100, "step 24")
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
+    lines = [line.rpartition("\r")[2].removeprefix("\x1b[K") for line in said.result().split("\r\n")]
+    assert [line for line in lines if "stopped by" in line] == [
+        f"stopped by SIGINT: checkpoint at step {newest_step(tmp_path)}; go on with --resume auto"
+    ]
+
+
+def test_the_copys_own_model_may_have_batchnorm_and_no_idle_parameter(programs: Programs, tmp_path: Path) -> None:
+    """Each rank has statistics of its own after the last forward: those of rank 0 are evaluated and kept by all."""
+    model = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, data.classes))"
+    code = mutated(tmp_path / "batchnorm", (PROGRAM, "DigitNet(data.size, data.classes)", model))
+    flags = (*TRAIN, "--nproc", 2, "--epochs", 1, *FP32, "--out", tmp_path / "out")
+    programs.run(*flags, cwd=code)
+    assert result(tmp_path / "out")["metrics"]["accuracy"] > 0.5
+    built = "model = numerics.prepare(DigitNet(data.size, data.classes))\n"
+    idle = f"{built[:-1]}; model.spare = torch.nn.Parameter(torch.zeros(1))\n"
+    done = programs.run(*flags, cwd=mutated(tmp_path / "idle", (PROGRAM, built, idle)), code=2)
+    line = done.stderr.replace(NO_GPU, "")
+    assert line.startswith("error: no gradient reaches spare: use them in forward, freeze them"), line
+    many = model.replace("data.classes", "12")
+    done = programs.run(
+        *flags, cwd=mutated(tmp_path / "many", (PROGRAM, "DigitNet(data.size, data.classes)", many)), code=2
+    )
+    assert re.search(r"error: the model's outputs are \[18[01], 12\], not \[18[01], 10 classes\]", done.stderr)
 
 
 def test_a_damaged_checkpoint_is_passed_over(
