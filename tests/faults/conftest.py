@@ -8,13 +8,13 @@ import pytest
 
 from tests.conftest import Programs
 from tests.faults.jobs import Jobs
+from tests.faults.network import joined_by_a_cable
 from tests.make_data import draw_folder
 from tests.runs import tiny_imagenet
 
 TRAIN = ("-m", "examples.imagenet_ddp.train")
 # 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
 FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
-SLOW = 2  # times: the bounds are those of a machine that does nothing else
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +31,12 @@ def disk(tmp_path: Path) -> Generator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], check=True)
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def network() -> Generator[tuple[str, str]]:
+    with joined_by_a_cable() as spaces:
+        yield spaces
 
 
 @pytest.fixture(scope="session")

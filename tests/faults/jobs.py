@@ -38,6 +38,9 @@ TRAININGS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
         ("bert_dp.trainer", "--epochs", 8, "-b", 36, "--hidden", 64, "--dropout", 0.1, "--logging-steps", 1), ()),
 }  # fmt: skip
 PROGRAMS = list(TRAININGS)
+# With two ranks and with three, in turn; and the other way round, so that a program meets both.
+IN_TURN = [(program, 2 + number % 2) for number, program in enumerate(PROGRAMS)]
+TURNED = [(program, 3 - number % 2) for number, program in enumerate(PROGRAMS)]
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,12 @@ class Jobs:
         words = ("-m", f"examples.{module}", *flags, "--precision", "fp32")
         return Job(words, every, self.folder / "code")
 
-    def whole(self, name: str) -> Path:
+    def whole(self, name: str, nproc: int = NPROC) -> Path:
         """What a training that nobody disturbed has left."""
-        out = self.folder / "whole" / name
+        out = self.folder / "whole" / f"{name}-{nproc}"
         if not out.exists():
             job = self[name]
-            self.programs.run(*job.words, "--nproc", NPROC, "--out", out, cwd=job.code)
+            self.programs.run(*job.words, "--nproc", nproc, "--out", out, cwd=job.code)
         return out
 
     def broken(self, name: str, *changes: tuple[str, str, str]) -> Path:

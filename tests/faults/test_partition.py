@@ -1,48 +1,17 @@
 """Two nodes with a network of their own, which is cut. Needs root, and `ip` (Debian: iproute2)."""
 
-import os
 import re
 import subprocess
 import time
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Programs
 from tests.faults.conftest import FLAGS
+from tests.faults.network import NODE, ip
 from tests.faults.test_restarts import same
-from tests.runs import Eventually, newest_step
-
-NODE = """
-import os, sys
-space, device, *command = sys.argv[1:]
-os.environ["GLOO_SOCKET_IFNAME"] = device
-os.execvp("ip", ["ip", "netns", "exec", space, sys.executable, "-m", "common.entrypoint", "--stuck", "8", "--",
-                 sys.executable, "-m", "torch.distributed.run", *command])
-"""
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
-@pytest.fixture
-def network() -> Generator[tuple[str, str]]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, joined by a cable."""
-    spaces = f"ddp-{os.getpid()}-a", f"ddp-{os.getpid()}-b"
-    for space in spaces:
-        ip("netns", "add", space)
-    try:
-        ip("link", "add", "cable", "netns", spaces[0], "type", "veth", "peer", "name", "cable", "netns", spaces[1])
-        for number, space in enumerate(spaces):
-            ip("-n", space, "address", "add", f"10.77.0.{number + 1}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                ip("-n", space, "link", "set", device, "up")
-        yield spaces
-    finally:
-        for space in spaces:
-            ip("netns", "delete", space)
+from tests.runs import Eventually, newest_step, tiny_imagenet
 
 
 @pytest.mark.timed
@@ -83,3 +52,40 @@ def test_the_network_between_two_nodes_is_cut(
     ip("-n", network[0], "link", "set", "cable", "up")
     assert [node.wait(100) for node in nodes()] == [0, 0]
     assert same(tmp_path, undisturbed[2])
+
+
+WRITES = (  # whoever writes a checkpoint notes it
+    "common/checkpoint.py",
+    "write_atomically(self.folder / name, content)\n",
+    "write_atomically(self.folder / name, content)\n"
+    "        with open(os.environ['WRITES'], 'a') as notes:\n"
+    "            notes.write(name + '\\n')\n",
+)
+
+
+@pytest.mark.timed
+def test_a_writer_that_is_cut_off_writes_no_more(
+    programs: Programs, tmp_path: Path, folder: Path, eventually: Eventually, network: tuple[str, str]
+) -> None:
+    """Two ranks, of which one writes the checkpoints, on the side that cannot see the rendezvous any more."""
+    code = tiny_imagenet(tmp_path / "code", WRITES)
+    nodes = [
+        programs.start(
+            "-c", NODE, space, "cable", "--nnodes", 2, "--nproc-per-node", 2 - number, "--rdzv-backend", "c10d",
+            "--rdzv-id", "job", "--rdzv-endpoint", "10.77.0.2:29500", "--rdzv-conf", f"is_host={number}",
+            "--local-addr", f"10.77.0.{number + 1}", "-m", "examples.imagenet_ddp.train", *FLAGS,
+            "--checkpoint-every", 3, "--timeout", 8, "--resume", "auto", "--out", tmp_path / "out", folder,
+            cwd=code, log=tmp_path / f"log-{number}",
+            env={"WRITES": str(tmp_path / f"writes-{number}"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+        for number, space in enumerate(network)
+    ]  # fmt: skip
+    eventually(lambda: newest_step(tmp_path / "out") >= 9, 100, "step 9")
+    ip("-n", network[0], "link", "set", "cable", "down")
+    started = time.monotonic()
+    time.sleep(1)
+    assert not (tmp_path / "writes-1").exists(), "the writer is on the other side than the rendezvous"
+    written = (tmp_path / "writes-0").read_text()
+    assert all(node.wait(60) != 0 for node in nodes)
+    assert time.monotonic() - started < 45
+    assert (tmp_path / "writes-0").read_text() == written

@@ -1,6 +1,9 @@
 """The same faults done to every program: what the user reads, how soon, and how the run goes on."""
 
+import contextlib
+import hashlib
 import os
+import pickle
 import random
 import re
 import shutil
@@ -13,14 +16,24 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Programs
-from tests.faults.jobs import NPROC, PROGRAMS, Job, Jobs
+from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TURNED, Job, Jobs
 from tests.runs import Eventually, losses, newest_step, result
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", NPROC, "--monitor-interval", 0.1)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval", 0.1, "--nproc-per-node")
 
 
 def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("error:")]
+
+
+def by_ranks(done: subprocess.CompletedProcess[str]) -> str:
+    """What was said before torchrun's agent says that a worker has ended, with a traceback of its own."""
+    return done.stderr.partition("torch/distributed/elastic")[0]
+
+
+def launched(job: Job, nproc: int, *flags: object) -> tuple[object, ...]:
+    """A program with two ranks under torchrun, with three by itself."""
+    return (*TORCHRUN, 2, *job.words, *flags) if nproc == 2 else (*job.words, "--nproc", nproc, *flags)
 
 
 def newest(out: Path) -> Path:
@@ -32,10 +45,14 @@ def newest(out: Path) -> Path:
     return max(paths)
 
 
+# Three ranks, and with two a program that averages gradients and one that hands on activations.
+HARD_LIVES = [*((program, 3) for program in PROGRAMS), ("mnist_ddp_spawn", 2), ("resnet_pipeline", 2)]
+
+
 @pytest.mark.timed
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "nproc"), HARD_LIVES)
 def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
-    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, eventually: Eventually
+    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, nproc: int, eventually: Eventually
 ) -> None:
     """A run's hard life: one fault after the other, under torchrun and without it."""
     job, chance = jobs[program], random.Random(program)
@@ -45,11 +62,11 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
         eventually(lambda: newest_step(tmp_path) >= step, 60, f"step {step}")
 
     # SIGKILL of a rank: torchrun starts all again, and they go on.
-    process = programs.start(*TORCHRUN, "--max-restarts", 1, *run, cwd=job.code)
+    process = programs.start(*TORCHRUN, nproc, "--max-restarts", 1, *run, cwd=job.code)
     until(6)
     time.sleep(chance.uniform(0, 0.05))
     killed_at = newest_step(tmp_path)
-    os.kill(programs.worker(chance.randrange(NPROC)), signal.SIGKILL)
+    os.kill(programs.worker(chance.randrange(nproc)), signal.SIGKILL)
     until(killed_at + 9)
     # SIGTERM: one common step is saved.
     started = time.monotonic()
@@ -62,29 +79,47 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     stopped = re.findall(r"stopped by SIGTERM: checkpoint at step (\d+); go on with --resume auto", done.stderr)
     assert stopped == [str(newest_step(tmp_path))]
     assert programs.gone(within=2)
-    # That checkpoint is cut: the one before it is used. SIGKILL of the agent: its workers end by themselves.
+    # That checkpoint is damaged: the one before it is used. SIGKILL of the agent: its workers end by themselves.
     damaged = newest(tmp_path)
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    process = programs.start(*TORCHRUN, *run, cwd=job.code)
+    content = bytearray(damaged.read_bytes())
+    if PROGRAMS.index(program) % 2:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    else:
+        del content[chance.randrange(len(content)) :]
+    damaged.write_bytes(content)
+    process = programs.start(*TORCHRUN, nproc, *run, cwd=job.code)
     until(int(stopped[0]) + 3)
     process.kill()
     assert programs.gone(within=5)
     said = "".join(process.communicate())
-    assert re.search(rf"warning: checkpoint {tmp_path}/.*-0*{stopped[0]}\b.* is damaged \(.*; trying the one", said)
-    # And to the end, started in another way.
-    done = programs.run(*run, "--nproc", NPROC, cwd=job.code)
-    assert "resumed from" in done.stdout
-    whole = jobs.whole(program)
+    why = r"truncated or altered" if damaged.suffix == ".pt" else r"model\.safetensors does not match its digest"
+    name = rf"{tmp_path}/.*-0*{stopped[0]}\b\S*"
+    assert re.search(rf"warning: checkpoint {name} is damaged \({why}\).*; trying the one", said), said
+    # Ctrl-C, started in another way: one common step is saved, and it is where the next start goes on.
+    process = programs.start(*run, "--nproc", nproc, cwd=job.code)
+    until(newest_step(tmp_path) + 1)
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    done = programs.finish(process, 130)
+    assert time.monotonic() - started < 10
+    stopped = re.findall(r"stopped by SIGINT: checkpoint at step (\d+); go on with --resume auto", done.stderr)
+    assert stopped == [str(newest_step(tmp_path))]
+    # And to the end.
+    done = programs.run(*run, "--nproc", nproc, cwd=job.code)
+    assert re.search(rf"resumed from .* at step {stopped[0]}\n", done.stdout), "nothing is done again"
+    whole = jobs.whole(program, nproc)
     assert result(tmp_path)["parameter_hash"] == result(whole)["parameter_hash"]
     assert result(tmp_path)["metrics"] == result(whole)["metrics"]
     assert losses(tmp_path) == losses(whole)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_full_disk_is_named(programs: Programs, disk: Path, jobs: Jobs, program: str, eventually: Eventually) -> None:
+@pytest.mark.parametrize(("program", "nproc"), IN_TURN)
+def test_a_full_disk_is_named(
+    programs: Programs, disk: Path, jobs: Jobs, program: str, nproc: int, eventually: Eventually
+) -> None:
     """The run ends with one line; the last checkpoint stays, nothing half-written does, and it can go on."""
     job, out = jobs[program], disk / "out"
-    run = (*job.endless, "--nproc", NPROC, "--resume", "auto", "--out", out)
+    run = (*job.endless, "--nproc", nproc, "--resume", "auto", "--out", out)
     process = programs.start(*run, cwd=job.code)
     eventually(lambda: newest_step(out) >= 6, 60, "step 6")
     with (disk / "ballast").open("wb", buffering=0) as ballast:
@@ -94,7 +129,9 @@ def test_a_full_disk_is_named(programs: Programs, disk: Path, jobs: Jobs, progra
     done = programs.finish(process, 2, limit=60)
     assert len(errors(done)) == 1, done.stdout + done.stderr
     (line,) = errors(done)
-    assert re.search(r"error: .* cannot be written \(.*\): [\d,]+ bytes needed, [\d,]+ free$", line), line
+    assert re.match(
+        rf"error: {out}/\S+ cannot be written \(No space left on device.*\): [\d,]+ bytes needed, [\d,]+ free$", line
+    ), line
     assert "Traceback" not in done.stderr
     left = [path.name for path in out.rglob("*") if path.name.endswith(".tmp")]
     left += [path.name for path in (out / "checkpoints").glob("checkpoint-*") if not (path / "seal.json").exists()]
@@ -138,6 +175,15 @@ def broken(jobs: Jobs) -> Path:
     return jobs.broken("raises", RAISES)
 
 
+GREEDY = (RAISES[0], RAISES[1], RAISES[2].replace("raise ValueError('a bug in one rank')", "torch.empty(1 << 50)"))
+
+
+@pytest.fixture(scope="module")
+def greedy(jobs: Jobs) -> Path:
+    """The code, of which one rank asks for more memory than any machine has."""
+    return jobs.broken("greedy", GREEDY)
+
+
 @pytest.fixture(scope="module")
 def leaving(jobs: Jobs) -> Path:
     """The code with another bug: one rank leaves before it trains."""
@@ -146,33 +192,44 @@ def leaving(jobs: Jobs) -> Path:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "nproc"), IN_TURN)
 def test_an_exception_in_one_rank_ends_all_ranks(
-    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, broken: Path, eventually: Eventually
+    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, nproc: int, broken: Path, eventually: Eventually
 ) -> None:
-    process = programs.start(*jobs[program].words, "--nproc", NPROC, "--out", tmp_path, cwd=broken)
+    process = programs.start(*launched(jobs[program], nproc, "--out", tmp_path), cwd=broken)
     eventually((tmp_path / "raised").exists, 60, "the exception")
-    started = time.monotonic()
+    raised_at = time.monotonic()
     done = programs.finish(process, 1)
-    assert time.monotonic() - started < 5
-    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert time.monotonic() - raised_at < 5
+    assert by_ranks(done).count("Traceback") == 1, done.stderr
     assert errors(done)[0].startswith("error: rank 1: Traceback")
     assert "ValueError: a bug in one rank" in done.stderr
     assert programs.gone(within=0.5)
 
 
-@pytest.mark.timed
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_rank_that_leaves_early_ends_the_others(
-    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, leaving: Path
+@pytest.mark.parametrize(("program", "nproc"), TURNED)
+def test_a_rank_without_memory_is_named(
+    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, nproc: int, greedy: Path
 ) -> None:
-    run = (*jobs[program].words, "--nproc", NPROC, "--timeout", 8, "--out", tmp_path)
+    done = programs.run(*jobs[program].words, "--nproc", nproc, "--out", tmp_path, cwd=greedy, code=1)
+    (line,) = errors(done)
+    assert re.match(r"error: rank 1: .*can't allocate memory: .* \(what may help: a smaller --batch-size", line), line
+    assert "Traceback" not in done.stderr
+    assert programs.gone(within=2)
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("program", "nproc"), TURNED)
+def test_a_rank_that_leaves_early_ends_the_others(
+    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, nproc: int, leaving: Path
+) -> None:
+    run = launched(jobs[program], nproc, "--timeout", 8, "--out", tmp_path)
     started = time.monotonic()
     done = programs.run(*run, cwd=leaving, code=1)
     assert time.monotonic() - started < 10, "with starting"
     (line,) = errors(done)
     assert re.match(r"error: rank [02]: lost another process \(.*no word from rank .*1", line), line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in by_ranks(done)
     assert not (tmp_path / "result.json").exists()
 
 
@@ -199,7 +256,18 @@ def test_nodes_that_see_other_checkpoints_stop(
     (line,) = errors(done[0]) + errors(done[1])
     steps = rf"\(rank 0: {newest_step(whole)}, rank 1: 0\)"
     assert re.match(rf"error: the ranks disagree on the step to resume from {steps}: ", line), line
-    assert not [out for out in outs if (out / "result.json").exists()]
+    left = ("result.json", "metrics.jsonl", "best.safetensors", "model")
+    assert not [out / name for out in outs for name in left if (out / name).exists()], "before the first step"
+
+
+OTHER_MODEL = {  # or another way to train it
+    "mnist_ddp_spawn": ("batch_size", "-b", 60),
+    "imagenet_ddp": ("arch", "-a", "resnet34"),
+    "manual_allreduce_sgd": ("algorithm", "-a", "flat"),
+    "resnet_pipeline": ("arch", "-a", "resnet34"),
+    "bert_dp.train": ("hidden", "--hidden", 128),
+    "bert_dp.trainer": ("hidden", "--hidden", 128),
+}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -212,6 +280,9 @@ def test_resuming_with_other_flags_is_refused(programs: Programs, tmp_path: Path
     done = programs.run(*run, "--nproc", NPROC, "--seed", 7, cwd=job.code, code=2)
     (line,) = errors(done)
     assert re.match(r"error: checkpoint .* was made with seed = \d+, this run has 7: give the same flags", line), line
+    name, *other = OTHER_MODEL[program]
+    (line,) = errors(programs.run(*run, "--nproc", NPROC, *other, cwd=job.code, code=2))
+    assert re.match(rf"error: checkpoint .* was made with {name} = .+, this run has .+: give the same", line), line
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
     last = newest(out)
     shutil.rmtree(last.parent) if last.suffix == ".safetensors" else last.unlink()
@@ -239,24 +310,65 @@ def test_a_port_in_use_and_a_peer_that_never_joins_are_named(
     assert re.fullmatch(r"error: 1 of 2 processes joined within 1 s; missing: rank 1\. .*\n", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("program", ["mnist_ddp_spawn", "resnet_pipeline", "bert_dp.trainer"])
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:5])  # the Trainer's folders: tests/faults/test_trainer.py
+def test_no_code_in_a_checkpoint_is_executed_by_a_program(
+    programs: Programs, tmp_path: Path, jobs: Jobs, program: str
+) -> None:
+    """Its name holds the digest of its content, as whoever means harm can see to."""
+    job, folder = jobs[program], tmp_path / "out" / "checkpoints"
+    shutil.copytree(jobs.whole(program) / "checkpoints", folder)
+    content = pickle.dumps(Payload(tmp_path / "executed"), 2)
+    old = newest(tmp_path / "out")
+    path = old.with_name(f"{old.name[:14]}{hashlib.sha256(content).hexdigest()[:16]}.pt")
+    old.unlink()
+    path.write_bytes(content)
+    run = (*job.words, *job.every, "--nproc", NPROC, "--out", tmp_path / "out")
+    done = programs.run(*run, "--resume", path, cwd=job.code, code=2)
+    assert errors(done) == [f"error: {path} is no checkpoint of this program: it holds something else than tensors"]
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_strangers_at_every_port_change_nothing(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, eventually: Eventually
 ) -> None:
-    """2,000 connections with garbage to the store and to gloo, by which all ranks sum, or neighbours exchange."""
+    """2,000 connections with garbage to each port, of the store and of gloo."""
     job = jobs[program]
     process = programs.start(*job.words, *job.every, "--nproc", NPROC, "--out", tmp_path, cwd=job.code)
     eventually(lambda: newest_step(tmp_path) >= 3, 100, "step 3")
     ports = sorted(port for _, port in programs.ports())
     assert len(ports) >= 1 + NPROC, "the store's and one of each rank"
+    made = 0
     for number in range(2000):
-        with socket.socket() as stranger:
-            try:
-                stranger.connect(("127.0.0.1", ports[number % len(ports)]))
+        for port in ports:
+            with socket.socket() as stranger, contextlib.suppress(OSError):
+                stranger.connect(("127.0.0.1", port))
                 stranger.sendall((b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\0" * 64, b"")[number % 4])
-            except OSError:
-                continue
+                made += 1
+    assert made > 0.99 * 2000 * len(ports)
     assert process.poll() is None, "still training"
     done = programs.finish(process)
     assert errors(done) == []
     assert result(tmp_path)["parameter_hash"] == result(jobs.whole(program))["parameter_hash"]
+
+
+def test_parallel_starts_do_not_meet_at_one_port(programs: Programs, tmp_path: Path, jobs: Jobs) -> None:
+    """Twenty jobs at once, each program several times."""
+    started = []
+    for number, program in enumerate((PROGRAMS * 4)[:20]):
+        job = jobs[program]
+        flags = ("--epochs", 1, "--nproc", 2, "--threads", 1, "--out", tmp_path / str(number))
+        started.append(programs.start(*job.words, *flags, cwd=job.code))
+    for number, process in enumerate(started):
+        programs.finish(process, limit=200)
+        assert result(tmp_path / str(number))["world_size"] == 2

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
-from tests.faults.conftest import FLAGS, SLOW, TRAIN
-from tests.runs import Eventually, losses, newest_step, result
+from tests.faults.conftest import FLAGS, TRAIN
+from tests.runs import RECORD, Eventually, accounted, losses, newest_step, result, tiny_imagenet
 
 TORCHRUN = ("-m", "torch.distributed.run")
 STEPS, EVERY = 108, 3
@@ -71,36 +71,45 @@ def test_a_node_is_lost_and_comes_back(
     def said(words: str, times: int = 1) -> bool:
         return (tmp_path / "log").read_text().count(words) >= times
 
+    code = tiny_imagenet(tmp_path / "code", RECORD)
     more = ("--epochs", 2000, folder)
-    first = agent(programs, free_port, tiny, tmp_path, *more)
+    first = agent(programs, free_port, code, tmp_path, *more)
     time.sleep(0.5)  # the first one hosts the rendezvous, and stays
-    second = agent(programs, free_port, tiny, tmp_path, *more)
+    second = agent(programs, free_port, code, tmp_path, *more)
     eventually(lambda: newest_step(tmp_path) >= 12, 60, "step 12")
     lost = [second.pid, programs.worker(1)]
     for pid in lost:
         os.kill(pid, signal.SIGKILL)
     second.wait()
     started = time.monotonic()
-    eventually(lambda: said("continuing with 1 node(s), world 2 -> 1"), 60, "training with one node")
-    assert time.monotonic() - started < 15 * SLOW
-    second = agent(programs, free_port, tiny, tmp_path, *more)
+    eventually(
+        lambda: said("warning: continuing with 1 node(s), world 2 -> 1: the same samples follow in the same order"),
+        60,
+        "training with one node",
+    )
+    assert time.monotonic() - started < 15
+    second = agent(programs, free_port, code, tmp_path, *more)
     started = time.monotonic()
-    eventually(lambda: said("continuing with 2 node(s), world 1 -> 2"), 60, "training with two nodes")
-    assert time.monotonic() - started < 20 * SLOW
+    eventually(
+        lambda: said("warning: continuing with 2 node(s), world 1 -> 2: the same samples follow in the same order"),
+        60,
+        "training with two nodes",
+    )
+    assert time.monotonic() - started < 20
     stopped = newest_step(tmp_path)
     eventually(lambda: newest_step(tmp_path) > stopped + 9, 60, "training")
     for node in (first, second):
         node.send_signal(signal.SIGTERM)
     for node in (first, second):
         assert node.wait(30) == 1, "torchrun's own code"
-    # Every epoch ends with a proof that each sample was trained on once, however many ranks there were in it.
     log = (tmp_path / "log").read_text()
     assert "ProofError" not in log
     epochs = [int(epoch) for epoch in re.findall(r"^epoch (\d+)/2000: test loss", log, re.MULTILINE)]
     assert sorted(set(epochs)) == list(range(1, max(epochs) + 1))
-    found = losses(tmp_path)
-    assert len(found) >= stopped + 9
-    assert stopped > 9 * epochs[0]
+    assert stopped > 9 * epochs[0], "there were whole epochs in between"
+    trained_on = accounted(tmp_path)
+    for epoch in range(max(epochs)):
+        assert sorted(trained_on[epoch]) == list(range(101)), f"epoch {epoch}: each sample once, and none lost"
 
 
 @pytest.mark.timed
@@ -112,7 +121,7 @@ def test_workers_end_with_their_agent(
     eventually(lambda: newest_step(tmp_path) >= 6, 60, "step 6")
     node.kill()
     node.wait()
-    assert programs.gone(within=5 * SLOW)
+    assert programs.gone(within=5)
 
 
 @pytest.mark.timed
@@ -125,13 +134,15 @@ def test_the_rendezvous_host_is_lost(
     time.sleep(0.5)
     other = agent(programs, free_port, tiny, tmp_path, folder, nodes="2")
     eventually(lambda: newest_step(tmp_path) >= 12, 60, "step 12")
-    killed = [pid for pid in programs.left() if pid != other.pid and os.getsid(pid) != os.getsid(programs.worker(1))]
-    for pid in killed:
+    for pid in (host.pid, programs.worker(0)):
         os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
     assert other.wait(20) != 0
-    assert time.monotonic() - started < 5 * SLOW
-    assert "lost another process (" in (tmp_path / "log").read_text()
+    assert time.monotonic() - started < 5
+    host_named = (
+        r"lost another process \((the host of the rendezvous, 127\.0\.0\.1:\d+, is gone, too,|no word from rank 0)"
+    )
+    assert re.search(host_named, (tmp_path / "log").read_text())
     host.wait()
     nodes = [agent(programs, free_port, tiny, tmp_path, "--resume", "auto", folder, nodes="2") for _ in range(2)]
     for node in nodes:

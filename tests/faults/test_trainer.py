@@ -130,8 +130,8 @@ def test_without_settled_buckets_three_ranks_resume_differently(programs: Progra
     run = (*jobs[TRAINER].words, "--nproc", NPROC, "--resume", "auto", "--out", tmp_path)
     programs.run(*run, cwd=broken, code=143)
     programs.run(*run, cwd=broken)
-    found, expected = losses(tmp_path), losses(jobs.whole(TRAINER))
-    assert found[21:] != expected[21:]
+    # the last bits; whether losses, which are rounded, show them depends on the processor
+    assert result(tmp_path)["parameter_hash"] != result(jobs.whole(TRAINER))["parameter_hash"]
 
 
 def best_of(out: Path) -> Path:

@@ -1,0 +1,125 @@
+"""Two nodes of every program: one is lost and comes back, the host of the rendezvous is lost, the network is cut.
+
+imagenet_ddp, with an account of each sample: tests/faults/test_restarts.py and tests/faults/test_partition.py.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Programs
+from tests.faults.jobs import PROGRAMS, Jobs
+from tests.faults.network import ip, pids
+from tests.faults.test_restarts import QUICK, same
+from tests.runs import Eventually, newest_step
+from tests.warm import SPACE
+
+OTHERS = [program for program in PROGRAMS if program != "imagenet_ddp"]
+
+
+class Nodes:
+    """Starts two nodes with one process each; both write into one log."""
+
+    def __init__(self, programs: Programs, jobs: Jobs, program: str, network: tuple[str, str], out: Path) -> None:
+        self.programs, self.network, self.out, self.log = programs, network, out, out.with_suffix(".log")
+        self.job = jobs[program]
+
+    def start(self, number: int, *words: object) -> "subprocess.Popen[str]":
+        flags = (*self.job.every, "--timeout", 8, "--resume", "auto", "--out", self.out)
+        env = {SPACE: self.network[number], "GLOO_SOCKET_IFNAME": "cable", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return self.programs.start(*words, *flags, cwd=self.job.code, log=self.log, env=env)
+
+    def elastic(self, number: int) -> "subprocess.Popen[str]":
+        """Under torchrun: one or two nodes, which meet at the first."""
+        return self.start(
+            number, "-m", "torch.distributed.run", "--nproc-per-node", 1, "--nnodes", "1:2", "--max-restarts", 9,
+            "--monitor-interval", 0.1, "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500",
+            "--rdzv-id", "job", "--local-addr", f"10.77.0.{number + 1}",
+            "--rdzv-conf", f"{QUICK},is_host={1 - number}", *self.job.endless,
+        )  # fmt: skip
+
+    def static(self, number: int) -> "subprocess.Popen[str]":
+        """By itself: two nodes, which have numbers. (Under torchrun: tests/faults/test_partition.py.)"""
+        url = ("--world-size", 2, "--rank", number, "--dist-url", "tcp://10.77.0.1:29500")
+        return self.start(number, *self.job.words, *url)
+
+    def kill(self, number: int) -> None:
+        """As when a machine loses its power, but for its connections, which the kernel closes."""
+        for pid in pids(self.network[number]):
+            os.kill(pid, signal.SIGKILL)
+
+    def said(self, words: str) -> bool:
+        return words in self.log.read_text()
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("program", OTHERS)
+def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
+    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, network: tuple[str, str], eventually: Eventually
+) -> None:
+    """Training goes on with one node, then with two; the programs check each epoch themselves (common/proof.py)."""
+    nodes = Nodes(programs, jobs, program, network, tmp_path / "out")
+    first, second = nodes.elastic(0), nodes.elastic(1)
+    eventually(lambda: newest_step(nodes.out) >= 6, 60, "step 6")
+    nodes.kill(1)
+    second.wait()
+    started = time.monotonic()
+    eventually(
+        lambda: nodes.said(
+            "warning: continuing with 1 node(s), world 2 -> 1: the same samples follow in the same order"
+        ),
+        60,
+        "training with one node",
+    )
+    assert time.monotonic() - started < 15
+    second = nodes.elastic(1)
+    started = time.monotonic()
+    eventually(
+        lambda: nodes.said(
+            "warning: continuing with 2 node(s), world 1 -> 2: the same samples follow in the same order"
+        ),
+        60,
+        "training with two nodes",
+    )
+    assert time.monotonic() - started < 20
+    stopped = newest_step(nodes.out)
+    eventually(lambda: newest_step(nodes.out) > stopped + 9, 60, "training")
+    assert not nodes.said("ProofError")
+    nodes.kill(0)
+    first.wait()
+    started = time.monotonic()
+    assert second.wait(20) == 1, "torchrun's own code"
+    assert time.monotonic() - started < 5
+    host = r"lost another process \((the host of the rendezvous, 10\.77\.0\.1:\d+, is gone, too,|no word from rank \d)"
+    assert re.search(host, nodes.log.read_text())
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("program", OTHERS)
+def test_the_network_is_cut(
+    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, network: tuple[str, str], eventually: Eventually
+) -> None:
+    """Both sides end, and write no checkpoint any more; when the cable is back, they go on to the same bits."""
+    nodes = Nodes(programs, jobs, program, network, tmp_path / "out")
+    both = [nodes.static(0), nodes.static(1)]
+    eventually(lambda: newest_step(nodes.out) >= 6, 60, "step 6")
+    ip("-n", network[0], "link", "set", "cable", "down")
+    started = time.monotonic()
+    time.sleep(1)
+    stopped = newest_step(nodes.out)
+    assert [node.wait(60) for node in both] == [1, 1]
+    assert time.monotonic() - started < 45
+    assert newest_step(nodes.out) == stopped
+    said = nodes.log.read_text()
+    assert re.search(r"rank 0: lost another process \(no word from rank 1 ", said), said
+    assert re.search(
+        r"rank 1: lost another process \(the host of the rendezvous, 10\.77\.0\.1:29500, is gone, too,", said
+    )
+    ip("-n", network[0], "link", "set", "cable", "up")
+    assert [node.wait(100) for node in (nodes.static(0), nodes.static(1))] == [0, 0]
+    assert same(nodes.out, jobs.whole(program, 2))
