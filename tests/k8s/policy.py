@@ -10,6 +10,7 @@ from common.errors import RETRY
 from tests.conftest import ROOT
 
 Document = dict[str, Any]
+DATA_PARALLEL = ("bert_dp", "mnist_dataparallel")  # one process drives all GPUs of a pod
 GRACE = 110  # seconds that common/entrypoint.py gives a job after SIGTERM
 ALLOWED_VOLUMES = {
     "configMap",
@@ -164,12 +165,14 @@ def folders(job: Manifests) -> Iterator[str]:
         yield "/tmp has no size"
     shared = job.mount("/dev/shm")["emptyDir"]
     memory = quantity(job.container["resources"]["limits"]["memory"])
-    if shared["medium"] != "Memory" or not 2**28 <= quantity(shared["sizeLimit"]) <= memory / 2:
+    least = max(2**28, int(job.container["resources"]["limits"].get("nvidia.com/gpu", 0)) * 2**28)
+    if shared["medium"] != "Memory" or not least <= quantity(shared["sizeLimit"]) <= memory / 2:
         yield "/dev/shm is not memory, or too small, or too large for the memory limit"
     claims = {claim["metadata"]["name"]: claim["spec"] for claim in job.of("PersistentVolumeClaim")}
     claim = claims[job.mount("/out")["persistentVolumeClaim"]["claimName"]]
-    if claim["accessModes"] != ["ReadWriteMany"] or quantity(claim["resources"]["requests"]["storage"]) < 2**30:
-        yield "the checkpoints' volume cannot be shared by all nodes, or is too small"
+    modes = ["ReadWriteMany"] if job.job["completions"] > 1 else ["ReadWriteOnce"]
+    if claim["accessModes"] != modes or quantity(claim["resources"]["requests"]["storage"]) < 2**30:
+        yield "the checkpoints' volume cannot be shared by all nodes, or need not be, or is too small"
     for mount in job.container["volumeMounts"]:
         if mount["mountPath"] not in ("/tmp", "/out", "/dev/shm", "/data"):
             yield f"{mount['mountPath']} can be written"
@@ -194,7 +197,8 @@ def resources(job: Manifests) -> Iterator[str]:
         yield "RDMA devices: request and limit differ"
     gpus = int(limits.get("nvidia.com/gpu", 0))
     runtime = job.owner["kind"] == "TrainingRuntime"
-    if gpus and not runtime and int(job.environment(0)["PET_NPROC_PER_NODE"]) != gpus:
+    processes = 1 if job.container["image"].rpartition("/")[2].partition(":")[0] in DATA_PARALLEL else gpus
+    if gpus and not runtime and int(job.environment(0)["PET_NPROC_PER_NODE"]) != processes:
         yield f"{gpus} GPUs for another number of processes"
     taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
     if job.pod.get("tolerations", []) != [taint] * bool(gpus):
@@ -252,7 +256,7 @@ def network(job: Manifests) -> Iterator[str]:
     own = {"podSelector": {"matchLabels": job.labels}}
     dns = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
-        "podSelector": {"matchExpressions": [{"key": "k8s-app", "operator": "In", "values": ["kube-dns"]}]},
+        "podSelector": {"matchExpressions": [{"key": "k8s-app", "operator": "In", "values": ["kube-dns", "coredns"]}]},
     }
     ports = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
     (policy,) = job.of("NetworkPolicy")

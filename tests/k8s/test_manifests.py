@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -156,6 +157,9 @@ BREAKS: dict[str, Callable[[Manifests], Any]] = {
     "a writable folder": lambda job: job.container["volumeMounts"].append({"name": "tmp", "mountPath": "/app"}),
     "shared memory on disk": lambda job: job.mount("/dev/shm")["emptyDir"].update(medium=""),
     "too much shared memory": lambda job: job.mount("/dev/shm")["emptyDir"].update(sizeLimit="1Ti"),
+    "names of no DNS server": lambda job: job.of("NetworkPolicy")[0]["spec"]["egress"][1]["ports"].pop(0),
+    "pods on one node": lambda job: job.pod.pop("topologySpreadConstraints"),
+    "no second try": lambda job: job.job.update(backoffLimitPerIndex=0),
     "checkpoints for one node": lambda job: job.of("PersistentVolumeClaim")[0]["spec"].update(
         accessModes=["ReadWriteOnce"]
     ),
@@ -242,8 +246,9 @@ def test_an_overlay_moves_to_gpus_by_one_word(name: str, tmp_path: Path) -> None
     file.write_text(file.read_text().replace("components/cpu", "components/gpu"))
     job = manifests(f"overlays/{name}", tmp_path / "k8s")
     assert complaints(job) == []
+    assert 120 % (job.job["completions"] * int(job.environment(0)["PET_NPROC_PER_NODE"])) == 0, "the batch of most"
     assert [problem for document in job.documents for problem in invalid(document)] == []
-    assert job.container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert job.container["resources"]["limits"]["nvidia.com/gpu"] == "4"
 
 
 def test_every_component_is_used() -> None:
@@ -260,12 +265,14 @@ def test_the_header_says_how_to_use_it(folder: str) -> None:
     assert f"# Apply:   kubectl apply -k k8s/{folder}\n" in text
     assert f"# Watch:   kubectl get {kind}/{job.name} --watch\n" in text
     assert f"# Delete:  kubectl delete -k k8s/{folder}" in text
-    logs = (
-        f"kubectl logs job/{job.name} "
-        if kind == "job"
-        else f"kubectl logs --selector training-job={job.labels['training-job']} "
-    )
-    assert f"# Logs:    {logs}" in text
+    assert f"# Logs:    kubectl logs --selector training-job={job.labels['training-job']} " in text
+
+
+def test_the_readmes_commands_are_those_of_the_header() -> None:
+    header = (ROOT / "k8s" / "overlays" / "imagenet_ddp" / "kustomization.yaml").read_text()
+    commands = re.findall(r"^# \w+: +(kubectl [^#\n]*[^# \n])", header, re.MULTILINE)
+    assert len(commands) == 4
+    assert re.findall(r"^kubectl .*", (ROOT / "README.md").read_text(), re.MULTILINE) == commands
 
 
 @pytest.mark.parametrize("name", [name for name in OVERLAYS if name.removesuffix("_gpu") in BUILT])
