@@ -16,8 +16,9 @@ from types import ModuleType
 
 from tests.conftest import ROOT
 
-# The flags of the README's first command with a container: every container of the tests runs as hardened as that.
-HARDENED = re.findall(r"(?<=docker run --rm )[^\n]*?(?= -v )", (ROOT / "README.md").read_text())[0].split()
+# The README's commands with one container, and the flags of the first: all containers of the tests are as hardened.
+COMMANDS = re.findall(r"^docker run .*", (ROOT / "README.md").read_text().replace("\\\n", " "), re.MULTILINE)
+HARDENED = re.findall(r"(?<=docker run --rm ).*?(?= -v )", COMMANDS[0])[0].split()
 
 
 def _build_module() -> ModuleType:
@@ -57,11 +58,17 @@ def engine(*words: object, code: int | None = 0, limit: float = 120) -> subproce
 
 @dataclass
 class Containers:
-    """The containers and networks of one test."""
+    """The containers, networks and volumes of one test."""
 
     token: str = field(default_factory=lambda: f"e2e-{uuid.uuid4().hex[:8]}")
     names: list[str] = field(default_factory=list)
     networks: list[str] = field(default_factory=list)
+    volumes: list[str] = field(default_factory=list)
+
+    def volume(self) -> str:
+        """The name of a volume that the first container makes."""
+        self.volumes.append(f"{self.token}-volume{len(self.volumes)}")
+        return self.volumes[-1]
 
     def network(self, *flags: str) -> str:
         name = f"{self.token}-net{len(self.networks)}"
@@ -113,6 +120,8 @@ class Containers:
             engine("rm", "--force", name, code=None)
         for name in self.networks:
             engine("network", "rm", name, code=None)
+        for name in self.volumes:
+            engine("volume", "rm", "--force", name, code=None)
 
 
 def eventually(condition: Callable[[], object], limit: float, what: str) -> None:

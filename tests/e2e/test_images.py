@@ -2,13 +2,15 @@
 
 import json
 import re
+import shlex
+import time
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.e2e.engine import HARDENED, Containers, engine, eventually, image
+from tests.e2e.engine import COMMANDS, HARDENED, Containers, engine, eventually, image
 from tests.runs import newest_step, result
 
 BUILT = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py"))
@@ -37,9 +39,22 @@ def test_the_readme_hardens() -> None:
     assert int(user.split(":")[0]) not in (0, 10001), "a user that the image does not know"
 
 
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=[pytest.mark.gpu] if "--gpus" in each else []) for each in COMMANDS]
+)
+def test_the_readmes_commands_run_as_they_stand(containers: Containers, command: str) -> None:
+    _, *words = shlex.split(command.replace("-v out:", f"-v {containers.volume()}:"))
+    done = engine(*words, limit=400)
+    said = done.stdout + done.stderr
+    assert "0 error(s)" in said if "common.doctor" in command else "/result.json" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("name", BUILT)
 def test_a_demo_runs_hardened_on_embedded_data(containers: Containers, out: Path, name: str) -> None:
-    said = containers.run("demo", image(name), out=out)
+    # Two at once would make each other wait with a thread per core each, and throttled threads do not find the limit.
+    said = containers.run("demo", image(name), out=out, flags=("--cpus", "1"))
+    assert "1 thread(s)" in said, "the container's limit is its number of cores"
     done = result(out / "runs" / name)
     assert done["example"] == name
     assert done["world_size"] == 1
@@ -128,8 +143,10 @@ def test_stop_lets_it_save(containers: Containers, out: Path, name: str, program
     containers.run("whole", image(name), *words, "--out", "whole", out=out)
     stopped = containers.start("stopped", image(name), *words, "--out", "stopped", out=out)
     eventually(lambda: newest_step(out / "stopped") >= 4, 60, "a checkpoint")
+    started = time.monotonic()
     engine("stop", "--time", "60", stopped)
     said = containers.finish(stopped, code=143)
+    assert time.monotonic() - started < 10
     (step,) = re.findall(r"stopped by SIGTERM: checkpoint at step (\d+); go on with --resume auto", said)
     said = containers.run("resumed", image(name), *words, "--resume", "auto", "--out", "stopped", out=out)
     assert f"at step {step}\n" in said.split("resumed from", 1)[1], "no step is done twice"

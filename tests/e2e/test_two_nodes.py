@@ -1,6 +1,7 @@
 """Two containers on a private network, with the command and the environment that the manifests give their pods."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Generator
@@ -17,7 +18,8 @@ from tests.runs import Result, newest_step, result
 
 # Shorter than the whole demo, and with checkpoints to be killed between.
 SHORT = {
-    "imagenet_ddp": ("--epochs", "3", "--checkpoint-every", "2"),
+    "imagenet_ddp": ("--epochs", "2", "--checkpoint-every", "2"),
+    "mnist_ddp_spawn": ("--epochs", "12", "--checkpoint-every", "2"),
     "manual_allreduce_sgd": ("--epochs", "30", "--checkpoint-every", "2"),
 }
 LISTENING = (  # local ports of sockets in state LISTEN, version 4 and 6
@@ -87,6 +89,15 @@ def reference(name: str, out: Path, more: tuple[str, ...]) -> Result:
     return result(out)
 
 
+def check_two_nodes(run: Path, name: str, out: Path, more: tuple[str, ...]) -> Result:
+    """Two nodes have ended with the bits of two processes on one, without containers."""
+    found, expected = result(run), reference(name, out, more)
+    assert (found["world_size"], found["nodes"]) == (2, 2)
+    assert (expected["world_size"], expected["nodes"]) == (2, 1)
+    assert found["parameter_hash"] == expected["parameter_hash"]
+    return found
+
+
 @pytest.mark.parametrize(("name", "victim"), [("imagenet_ddp", 1), ("manual_allreduce_sgd", 0)])
 def test_two_nodes_lose_one_and_go_on(
     containers: Containers, tmp_path: Path, volume: Path, name: str, victim: int
@@ -108,24 +119,43 @@ def test_two_nodes_lose_one_and_go_on(
     said = [containers.finish(pod) for pod in second]
     assert f"resumed from runs/{name}/checkpoints" in said[0]
     assert "resumed" not in said[1]  # the main rank speaks for all
-    found = result(run)
-    assert (found["world_size"], found["nodes"], found["launcher"]) == (2, 2, "torchrun")
-    expected = reference(name, tmp_path / "reference", more)
-    assert (expected["world_size"], expected["nodes"]) == (2, 1)
-    assert found["parameter_hash"] == expected["parameter_hash"]
+    assert check_two_nodes(run, name, tmp_path / "reference", more)["launcher"] == "torchrun"
 
 
-def test_an_elastic_rendezvous_gives_the_same_bits(containers: Containers, tmp_path: Path, volume: Path) -> None:
+@pytest.mark.parametrize(("name", "victim"), [("mnist_ddp_spawn", 1), ("manual_allreduce_sgd", 0)])
+def test_a_pod_that_is_deleted_saves_first(
+    containers: Containers, tmp_path: Path, volume: Path, name: str, victim: int
+) -> None:
+    """`kubectl delete pod` is SIGTERM to one of two nodes: both end with 143 after the same step, and go on from it."""
+    job = manifests(f"overlays/{name}")
+    more, run = SHORT[name], volume / "runs" / name
+    network = containers.network("--internal")
+
+    first = pods(containers, job, network, volume, 1, more)
+    eventually(lambda: newest_step(run) >= 4, 90, "a checkpoint")
+    engine("stop", first[victim], limit=200)  # it has the pod's time of grace
+    said = [containers.finish(pod, code=143, limit=90) for pod in first]
+    (step,) = re.findall(r"stopped by SIGTERM: checkpoint at step (\d+); go on", "".join(said))
+    assert newest_step(run) == int(step)
+
+    second = pods(containers, job, network, volume, 2, more)
+    said = [containers.finish(pod) for pod in second]
+    assert f" at step {step}\n" in said[0].partition("resumed from")[2], "nothing is done again"
+    check_two_nodes(run, name, tmp_path / "reference", more)
+
+
+@pytest.mark.parametrize(("name", "epochs"), [("manual_allreduce_sgd", "3"), ("imagenet_ddp", "1")])
+def test_an_elastic_rendezvous_gives_the_same_bits(
+    containers: Containers, tmp_path: Path, volume: Path, name: str, epochs: str
+) -> None:
     """torchrun's c10d backend numbers the nodes as they come; it needs more ports, which a private network gives."""
-    name, more = "manual_allreduce_sgd", ("--epochs", "3")
+    more = ("--epochs", epochs)
     job = manifests(f"overlays/{name}")
     endpoint = f"{job.environment(0)['PET_MASTER_ADDR']}:{job.environment(0)['PET_MASTER_PORT']}"
     env = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": "one"}
     for pod in pods(containers, job, containers.network("--internal"), volume, 1, more, env):
         containers.finish(pod)
-    found = result(volume / "runs" / name)
-    assert (found["world_size"], found["nodes"]) == (2, 2)
-    assert found["parameter_hash"] == reference(name, tmp_path / "reference", more)["parameter_hash"]
+    check_two_nodes(volume / "runs" / name, name, tmp_path / "reference", more)
 
 
 def test_only_the_network_of_the_job_reaches_its_ports(containers: Containers, volume: Path) -> None:
