@@ -5,7 +5,7 @@ A benchmark that is not named here runs with its defaults, and its results get a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -266,7 +266,10 @@ def bert(found: Found) -> View:
     head = ("recipe", "sequences/s", "ratio to the naive one")
     tables = [Table("", head, rows)]
     if "accuracy" in found:
-        reached = [(name, f"{run['accuracy'][-1]:.4f}") for name, run in found["accuracy"]["runs"].items()]
+        reached = [
+            (name, ", ".join(f"{curve[-1]:.4f}" for curve in run["accuracy"]))
+            for name, run in found["accuracy"]["runs"].items()
+        ]
         tables.append(Table("validation accuracy after the same epochs", ("recipe", "accuracy"), reached))
     return View([("training on real reviews", charts.bars(speed, "sequences/s", notes, next(iter(speed))))], tables)
 
@@ -285,14 +288,18 @@ def times_memory(found: Found, ranks: int) -> float:
     return median(found["seconds"][RESNET18]["shared memory, in place"]) / limit
 
 
+def at_equal_accuracy(found: Found) -> float:
+    """How many times sooner the last recipe ends as many epochs as the naive one; 1 if its accuracy is lower."""
+    naive, ours = found["accuracy"]["runs"].values()
+    reached = [mean(curve[-1] for curve in run["accuracy"]) for run in (naive, ours)]
+    sooner = sum(naive["training_seconds"]) / sum(ours["training_seconds"])
+    return sooner if reached[1] >= reached[0] - 0.01 else 1.0
+
+
 def by_hand(found: Found) -> float:
-    """How many times as fast our schedules are as torch's engine with the same ones."""
-    seconds = {name: each["median_seconds"] for name, each in found["configurations"].items()}
-    ours, torchs = (
-        min(value for name, value in seconds.items() if name.startswith((f"{who} gpipe", f"{who} 1f1b")))
-        for who in ("hand", "torch")
-    )
-    return torchs / ours
+    """How many times as fast our best schedule is as the best of torch's engine."""
+    ours, torchs = (found["configurations"][found["best"][who]]["speedup"] for who in ("hand", "torch"))
+    return ours / torchs
 
 
 BENCHMARKS = (
@@ -345,7 +352,7 @@ BENCHMARKS = (
         "--rounds 1 -a resnet18 --image-size 32 -b 8 --micro-batches 2 4", claims=(
             Claim("two stages on two cores, ours, against one core", 1.45,
                   lambda found: found["configurations"][found["best"]["hand"]]["speedup"]),
-            Claim("the best of GPipe and 1F1B by hand against the best of the same by torch's engine", 1, by_hand),
+            Claim("the best schedule by hand against the best of torch's engine", 1, by_hand),
         ), view=pipeline,
     ),
     Benchmark(
@@ -373,7 +380,8 @@ BENCHMARKS = (
         "bert_throughput", "Text classification: training on real reviews", "bert_throughput",
         "--csv {csv} --vocab {vocab}", "--rounds 1 --steps 1 --layers 1 --hidden 32", ("csv", "vocab"), claims=(
             Claim("training of bert_dp on real reviews against the naive recipe", 3,
-                  lambda found: max(found["speed"]["ratio"].values())),
+                  lambda found: list(found["speed"]["ratio"].values())[-1]),
+            Claim("the same to the end, at no less accuracy (one point of 100)", 3, at_equal_accuracy),
         ), view=bert,
     ),
     Benchmark(

@@ -4,7 +4,8 @@
 
 Each node is a torchrun agent with one worker; this program does for them what Kubernetes does for pods: it starts
 again what has ended without success. When a training is done, its parameters and the loss of each step are
-compared with those of a training that nobody disturbed, and the next one begins, until the time is over. The kills
+compared with those of a training that nobody disturbed, its samples are counted, and the next one begins, until the
+time is over. The kills
 follow from --seed:
 
 * rank: SIGKILL of a worker; its agent, or both agents together, start the workers again;
@@ -28,7 +29,7 @@ class Args:
 
     minutes: float = 10.0
     """How long kills go on."""
-    pause: float = 6.0
+    pause: float = 4.0
     """Seconds between kills, on average."""
     seed: int = 0
     """What the kills follow from."""
@@ -50,6 +51,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -60,7 +62,7 @@ from datetime import UTC, datetime
 from benchmarks.machine import describe_machine, describe_software
 from tests.conftest import Programs
 from tests.make_data import draw_folder
-from tests.runs import losses, newest_step, result, tiny_imagenet
+from tests.runs import RECORD, accounted, losses, newest_step, result, tiny_imagenet
 
 TRAIN = ("-m", "examples.imagenet_ddp.train", "-b", 12, "--image-size", 32, "--lr", 0.05)
 RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
@@ -83,6 +85,7 @@ class Nodes:
                     assert agent is not None
                     agent.wait(20)
             self.programs.kill()
+            assert self.programs.gone(), f"left over: {self.programs.left()}"
             return True
         for number, agent in enumerate(self.agents):
             if agent is None or agent.poll() is not None:
@@ -96,15 +99,17 @@ class Nodes:
                 self.starts += 1
         return False
 
-    def kill(self, kind: str, number: int) -> None:
-        """Kill a node's worker, its agent, or both."""
+    def kill(self, kind: str, number: int) -> bool:
+        """Kill a node's worker, its agent, or both; whether there was anything to kill."""
         agent = self.agents[number]
         assert agent is not None
-        worker = self.worker(agent.pid)
+        worker, found = self.worker(agent.pid), False
         for pid in {"rank": [worker], "agent": [agent.pid], "node": [agent.pid, worker]}[kind]:
             if pid:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+                    found = True
+        return found
 
     def worker(self, agent: int) -> int:
         """The process of an agent's worker, or 0 if there is none just now."""
@@ -118,8 +123,6 @@ class Nodes:
 
 def free_port() -> int:
     """A port that nobody listens on."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -134,7 +137,7 @@ def shared_memory() -> set[Path]:
 def soak(args: Args, programs: Programs, folder: Path) -> dict[str, object]:
     """Train and kill until the time is over, and the last training is done."""
     draw_folder(folder / "images", train=101, val=23, size=40)
-    code = tiny_imagenet(folder / "code")
+    code = tiny_imagenet(folder / "code", RECORD)
     train = (*TRAIN, "--epochs", args.epochs, "--checkpoint-every", 3, folder / "images")
     programs.run(*train, "--nproc", 2, "--out", folder / "undisturbed", cwd=code, limit=600)
     expected = result(folder / "undisturbed")["parameter_hash"], losses(folder / "undisturbed")
@@ -152,8 +155,8 @@ def soak(args: Args, programs: Programs, folder: Path) -> dict[str, object]:
             now = time.monotonic()
             if due < now < end and newest_step(out) > 0:
                 kind, number = chance.choice(("rank", "rank", "agent", "node")), chance.randrange(2)
-                nodes.kill(kind, number)
-                kills[f"{kind}{' (host)' if number == 0 and kind != 'rank' else ''}"] += 1
+                if nodes.kill(kind, number):
+                    kills[f"{kind}{' (host)' if number == 0 and kind != 'rank' else ''}"] += 1
                 due = now + chance.uniform(0, 2 * args.pause)
             if now - shown > 20:
                 shown = now
@@ -162,15 +165,21 @@ def soak(args: Args, programs: Programs, folder: Path) -> dict[str, object]:
         found = result(out)["parameter_hash"], losses(out)
         assert found[0] == expected[0], f"run {runs} ended with other parameters"
         assert found[1] == expected[1], f"run {runs}: the accounted steps have other losses"
+        for epoch, samples in accounted(out).items():
+            assert sorted(samples) == list(range(101)), f"run {runs}: epoch {epoch} lost samples, or has some twice"
+        assert not list(out.rglob(".*.tmp")), "a half-written file is left"
+        with socket.create_server(("127.0.0.1", nodes.port)):
+            pass  # nobody listens there any more
         runs, starts = runs + 1, starts + nodes.starts
         shutil.rmtree(out)
     assert programs.gone(), f"left over: {programs.left()}"
     left = shared_memory() - memory
     assert not left, f"left over: {left}"
     return {
-        "minutes": args.minutes, "kills": kills.total(), "by_kind": dict(sorted(kills.items())), "trainings": runs,
+        "minutes": args.minutes, "pause": args.pause,
+        "kills": kills.total(), "by_kind": dict(sorted(kills.items())), "trainings": runs,
         "steps_each": len(expected[1]), "starts_of_agents": starts, "parameter_hash": expected[0],
-        "other_parameters": 0, "other_losses": 0, "left_over": 0,
+        "other_parameters": 0, "other_losses": 0, "samples_lost": 0, "samples_twice": 0, "left_over": 0,
     }  # fmt: skip
 
 
