@@ -25,10 +25,10 @@ setup: .venv/.ready
 # uv downloads in parallel and hard-links from its cache; PYTHONDONTWRITEBYTECODE would make every start slower.
 .venv/.ready: pyproject.toml constraints.txt
 	@echo "setting up .venv (a minute or two with an empty download cache)"
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version)'
-	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --group dev --editable .
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version)'
+	@$(PYTHON) -m venv --clear .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --group dev --editable .
 	@touch $@
 
 demo: setup
@@ -47,7 +47,7 @@ images:
 e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
 e2e: setup
 	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base
-	@$(BIN)/python -m pytest --timeout 600 --durations 0 tests/e2e
+	@$(BIN)/python -m pytest -n 2 --timeout 600 --durations 0 tests/e2e
 
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
 docs: export NO_MKDOCS_2_WARNING = 1
