@@ -29,21 +29,22 @@ def test_six_kills_in_a_row(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually,
     nproc: int, seed: int,
 ) -> None:  # fmt: skip
-    """Each at a random moment, of a random rank; less than one interval between checkpoints is done again."""
-    chance = random.Random(seed)
+    """Each at a random moment after a restart, of a random rank; less than a checkpoint interval is done again."""
+    chance, log = random.Random(seed), tmp_path / "log"
     process = programs.start(
         *TORCHRUN, "--standalone", "--nproc-per-node", nproc, "--max-restarts", 6, "--monitor-interval", 0.1,
-        *TRAIN, *FLAGS, "--checkpoint-every", EVERY, "--out", tmp_path, folder, cwd=tiny,
+        *TRAIN, *FLAGS, "--checkpoint-every", EVERY, "--out", tmp_path, folder, cwd=tiny, log=log,
     )  # fmt: skip
     killed_at = []
-    for _ in range(6):
-        goal = newest_step(tmp_path) + chance.randint(3, 9)
+    for kills in range(6):
+        eventually(lambda kills=kills: log.read_text().count("resumed from") == kills, 60, f"start {kills}")
+        goal = newest_step(tmp_path) + chance.randint(1, 6)
         eventually(lambda goal=goal: newest_step(tmp_path) >= goal, 60, f"step {goal}")
         time.sleep(chance.uniform(0, 0.05))
         killed_at.append(newest_step(tmp_path))
         os.kill(programs.worker(chance.randrange(nproc)), signal.SIGKILL)
-    done = programs.finish(process)
-    steps = [int(step) for step in re.findall(r"resumed from .* at step (\d+)", done.stdout)]
+    programs.finish(process)
+    steps = [int(step) for step in re.findall(r"resumed from .* at step (\d+)", log.read_text())]
     assert len(steps) == 6
     assert all(before <= step < STEPS for before, step in zip(killed_at, steps, strict=True))
     assert same(tmp_path, undisturbed[nproc])
