@@ -148,14 +148,20 @@ class Checkpoints:
             found = newest if found is None or (newest and newest.step > found.step) else found
         agree(world, found.step if found else 0, "the step to resume from")
         if found is None:
+            if world.is_main:
+                print(f"no checkpoint in {self.folder} yet: starting from the beginning", flush=True)
             return None
-        for name in sorted(config.keys() | found.state["config"].keys()):
-            before, now = found.state["config"].get(name), config.get(name)
-            if before != now:
-                raise UserError(
-                    f"checkpoint {found.path} was made with {name} = {before}, this run has {now}: "
-                    f"give the same flags, or start afresh with another --out"
-                )
+        made_with = found.state["config"]
+        others = [
+            f"{name} = {made_with.get(name)}, this run has {config.get(name)}"
+            for name in sorted(config.keys() | made_with.keys())
+            if made_with.get(name) != config.get(name)
+        ]
+        if others:
+            raise UserError(
+                f"checkpoint {found.path} was made with {'; '.join(others)}: "
+                f"give the same flags, or start afresh with another --out"
+            )
         _set_aside([path for path in _files(self.folder) if _step(path) > found.step], world)
         for name, part in self.parts.items():
             part.load_state_dict(found.state[name])
@@ -275,6 +281,8 @@ def read(path: Path) -> Checkpoint:
     Raises:
         UserError: the file is missing, damaged, or no checkpoint of this project.
     """
+    if not path.exists():
+        raise UserError(f"checkpoint {path} does not exist")
     match = NAME.fullmatch(path.name)
     if not match:
         raise UserError(f"{path} is no checkpoint of this program: the name must be step-NUMBER-DIGEST.pt, as written")

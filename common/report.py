@@ -8,6 +8,7 @@ that they would delay.
 import csv
 import importlib.metadata
 import json
+import math
 import os
 import sys
 import threading
@@ -268,7 +269,12 @@ class Report:
             evaluation: as `metrics.evaluate` returns it.
             names: of the samples, for predictions.csv, if they have names.
             record: add it to the curves.
+
+        Raises:
+            UserError: the model diverged; nothing of it is saved.
         """
+        if not math.isfinite(evaluation.loss):
+            raise UserError(f"training diverged: in {label} the test loss is {evaluation.loss}; lower --lr")
         if not self.world.is_main:
             return
         known = {name: value for name, value in evaluation.metrics.items() if value is not None}
@@ -326,6 +332,11 @@ class Report:
 
     def best(self, model: nn.Module, score: float, best: float) -> float:
         """Keep the weights if they are the best so far, as safetensors, without DDP's `module.` prefix.
+
+        Args:
+            model: the bare model.
+            score: larger is better; of an error, give the negative.
+            best: the best score before, minus infinity at first.
 
         Returns:
             The best score so far.

@@ -129,7 +129,7 @@ def train(args: Args, world: World, report: Report) -> None:
     parts = {"model": data.bert, "optimizer": optimizer, "schedule": schedule}
     checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world)
     start = checkpoints.load(args.resume)
-    progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
+    progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -torch.inf, "metrics": {}}
     report.begin(progress["step"], start)
 
     with checkpoints, Stop() as stop:

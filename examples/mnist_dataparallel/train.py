@@ -143,7 +143,7 @@ def train(args: Args, world: World, devices: list[torch.device]) -> None:
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world)
         start = checkpoints.load(args.resume)
-        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
+        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -torch.inf, "metrics": {}}
         if progress.setdefault("engine", what) != what:
             report.warn(f"the checkpoint was made by {progress['engine']}: this run rounds sums differently")
             progress["engine"] = what

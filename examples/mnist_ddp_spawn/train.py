@@ -147,7 +147,7 @@ def train(args: Args, world: World) -> None:
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world)
         start = checkpoints.load(args.resume)
-        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
+        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -torch.inf, "metrics": {}}
         report.begin(progress["step"], start)
         with numerics.autocast():
             settle(ddp, numerics.images(torch.zeros(batch, 1, data.size, data.size)))

@@ -142,7 +142,7 @@ def train(args: Args, world: World) -> None:
             args.out / "checkpoints", whole.checkpoint_parts | {"schedule": schedule}, config, world
         )
         start = checkpoints.load(args.resume)
-        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
+        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -torch.inf, "metrics": {}}
         report.begin(progress["step"], start)
 
         with checkpoints, Stop() as stop:

@@ -117,6 +117,9 @@ def test_a_renamed_or_foreign_file_is_refused(tmp_path: Path, world: World) -> N
     other = path.rename(tmp_path / "model.pt")
     with pytest.raises(UserError, match="is no checkpoint of this program"):
         saved.load(str(other))
+    with pytest.raises(UserError, match="does not exist"):
+        saved.load(str(path))
+    path.mkdir()
     with pytest.raises(UserError, match="cannot be read"):
         saved.load(str(path))
 
@@ -139,8 +142,18 @@ def test_no_code_in_a_checkpoint_is_executed(tmp_path: Path, world: World, monke
 
 def test_other_settings_are_named(tmp_path: Path, world: World) -> None:
     save(some(tmp_path, world, {"lr": 0.1, "epochs": 3}), {"step": 1})
-    with pytest.raises(UserError, match=r"was made with epochs = 3, this run has 4"):
+    with pytest.raises(UserError, match=r"was made with epochs = 3, this run has 4: give"):
         some(tmp_path, world, {"lr": 0.1, "epochs": 4}).load("auto")
+    with pytest.raises(UserError, match=r"was made with epochs = 3, this run has 4; lr = 0.1, this run has 0.2: give"):
+        some(tmp_path, world, {"lr": 0.2, "epochs": 4}).load("auto")
+
+
+def test_that_there_is_nothing_to_resume_from_is_said(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = some(tmp_path, world)
+    assert saved.load("auto") is None
+    assert capsys.readouterr().out == f"no checkpoint in {saved.folder} yet: starting from the beginning\n"
 
 
 def test_starting_afresh_moves_the_old_ones_aside(tmp_path: Path, world: World) -> None:

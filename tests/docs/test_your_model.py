@@ -1,7 +1,9 @@
 """The page 'Your own model': the example is copied and changed as the page says, trains, and is still exact."""
 
+import json
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,16 +19,21 @@ PAGE = (ROOT / "docs" / "en" / "your-model.md").read_text()
 FP32 = ("--precision", "fp32")
 
 
-def change() -> str:
-    found = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-    assert len(found) == 1
-    return found[0]
+OURS, REGRESSION = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_the_change_is_as_small_as_the_page_says() -> None:
-    new = [line for line in change().splitlines() if re.match(r"\+(?!\+\+ )\s*\S", line)]
-    assert f"{len(new)} lines are new" in PAGE
-    assert len(new) < 30
+def lines(change: str) -> int:
+    return sum(bool(re.match(r"\+(?!\+\+ )\s*\S", line)) for line in change.splitlines())
+
+
+def test_the_changes_are_as_small_as_the_page_says() -> None:
+    assert f"{lines(OURS)} lines are new" in PAGE
+    assert lines(OURS) < 30
+    assert f"{lines(REGRESSION)} more lines" in PAGE
+
+
+def apply(change: str, folder: Path) -> None:
+    subprocess.run(["git", "apply", "--verbose", "-"], cwd=folder, input=change, text=True, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +42,27 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = mutated(tmp_path_factory.mktemp("project"))
     for command in shell_blocks(PAGE)[0].commands:
         subprocess.run(["bash", "-c", command], cwd=folder, check=True)
-    subprocess.run(["git", "apply", "--verbose", "-"], cwd=folder, input=change(), text=True, check=True)
+    apply(OURS, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def outs(shared_programs: Programs, copy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The page's other commands, each with a folder of its own; the second in another memory layout."""
+def commands() -> list[list[str]]:
+    """One process, two processes, and how their losses are compared."""
     first, *others = shell_blocks(PAGE)
-    commands = [command for block in others for command in block.commands]
     assert first.run
-    assert len(commands) == 2
-    found = []
-    for command, more in zip(commands, (FP32, (*FP32, "--channels-last", "yes")), strict=True):
-        found.append(tmp_path_factory.mktemp("out"))
-        program, *words = shlex.split(command)
-        assert program == "python"
-        shared_programs.run(*words, *more, "--out", found[-1], cwd=copy)
+    found = [shlex.split(command) for block in others for command in block.commands]
+    assert [words.pop(0) for words in found] == ["python"] * 3
     return found
+
+
+@pytest.fixture(scope="module")
+def outs(shared_programs: Programs, copy: Path, commands: list[list[str]]) -> list[Path]:
+    """The folders of the page's runs; the second in another memory layout."""
+    one, two, _ = commands
+    for words in (one, [*two, "--channels-last", "yes"]):
+        shared_programs.run(*words, cwd=copy)
+    return [copy / words[-1] for words in (one, two)]
 
 
 def test_one_process_and_two_train_the_same(outs: list[Path]) -> None:
@@ -61,6 +71,36 @@ def test_one_process_and_two_train_the_same(outs: list[Path]) -> None:
     assert one["metrics"] == two["metrics"]
     assert one["metrics"]["accuracy"] > 0.95
     torch.testing.assert_close(losses(outs[0]), losses(outs[1]), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("outs")
+def test_the_comparison_shows_rounding_only(shared_programs: Programs, copy: Path, commands: list[list[str]]) -> None:
+    assert 0 <= float(shared_programs.run(*commands[2], cwd=copy).stdout) < 1e-6
+
+
+def test_the_regression(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory, copy: Path) -> None:
+    """The page's second change: one process and two predict the same, and the best model has the smallest error."""
+    folder, program = tmp_path_factory.mktemp("regression"), copy / "examples" / "my_training" / "train.py"
+    mutated(folder)
+    shutil.copytree(program.parent, folder / "examples" / "my_training")
+    apply(REGRESSION, folder)
+    run = ("-m", "examples.my_training.train", *FP32, "--nproc")
+    outs = [folder / "one", folder / "two"]
+    for number, out in enumerate(outs, 1):
+        shared_programs.run(*run, number, "--out", out, cwd=folder)
+    one, two = map(result, outs)
+    assert one["metrics"] == pytest.approx(two["metrics"], rel=1e-3)
+    assert one["metrics"]["mse"] < 0.8  # 1 is the mean's, for every patient
+    points = map(json.loads, (outs[1] / "metrics.jsonl").read_text().splitlines())
+    errors = [point["test/mse"] for point in points if "test/mse" in point]
+    assert two["metrics"]["best_mse"] == min(errors) < max(errors)
+    assert (outs[1] / "best.safetensors").exists()
+    assert len((outs[1] / "predictions.csv").read_text().splitlines()) == 1 + 111  # a quarter of 442, and the header
+
+    diverged = shared_programs.run(*run, 2, "--lr", 1e6, "--out", folder / "diverged", cwd=folder, code=2)
+    assert re.fullmatch(r"error: training diverged: in epoch 1/20 the test loss is (nan|inf); lower --lr\n",
+                        diverged.stderr.splitlines(keepends=True)[-1])  # fmt: skip
+    assert not list((folder / "diverged" / "checkpoints").glob("*"))
 
 
 def test_the_copy_resumes_exactly(shared_programs: Programs, copy: Path, outs: list[Path], tmp_path: Path) -> None:

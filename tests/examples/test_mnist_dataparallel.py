@@ -556,7 +556,7 @@ def test_resuming_on_other_devices_says_what_it_means(programs: Programs, tmp_pa
         (["--dist-backend", "nccl"], "--dist-backend nccl needs CUDA devices"),
         (["--dataset", "minst"], "--dataset minst: give digits, mnist, fashion-mnist, or a folder"),
         (["--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written"),
-        (["--resume", "nothing.pt"], "nothing.pt is no checkpoint of this program"),
+        (["--resume", "nothing.pt"], "checkpoint nothing.pt does not exist"),
         (["--lr", "nan"], "--lr nan: give at least 0"),
     ],
 )

@@ -415,7 +415,7 @@ def test_resuming_at_another_world_size_says_what_it_means(programs: Programs, t
         (["--nproc", 2, "--device", "cuda"], "--device cuda: this machine has no CUDA device"),
         (["--nproc", 2, "--dataset", "minst"], "--dataset minst: give digits, mnist, fashion-mnist, or a folder"),
         (["--nproc", 2, "--out", "/proc/nowhere"], "--out /proc/nowhere cannot be written"),
-        (["--nproc", 2, "--resume", "nothing.pt"], "nothing.pt is no checkpoint of this program"),
+        (["--nproc", 2, "--resume", "nothing.pt"], "checkpoint nothing.pt does not exist"),
         (["--epochs", 0], "--epochs 0: give at least 1"),
         (["--lr", "nan"], "--lr nan: give at least 0"),
         (["--label-smoothing", 2], "--label-smoothing 2.0: give a number from 0 to below 1"),
