@@ -127,13 +127,7 @@ def train(args: Args, world: World, report: Report) -> None:
 
     settings = {"epochs": epochs, "global_batch": batch_size, "seed": args.seed}
     config = settings | asdict(args.recipe) | data.identity | numerics.settings
-    progress: dict[str, Any] = {
-        "epoch": args.recipe.start_epoch,
-        "batch": 0,
-        "step": 0,
-        "best": -torch.inf,
-        "metrics": {},
-    }
+    progress: dict[str, Any] = {"epoch": args.recipe.start_epoch, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
     if args.evaluate:
         progress["best"] = judge(f"evaluation of {load_model(args.resume, args.out, judged, world)}")
     else:
