@@ -36,7 +36,7 @@ class Args:
 
     arch: Annotated[Literal["resnet18", "resnet50"], arg(aliases=["-a"])] = "resnet50"
     """Model."""
-    batch_size: Annotated[int, arg(aliases=["-b"])] = 16
+    batch_size: Annotated[int, arg(aliases=["-b"])] = 32
     """Samples in a batch."""
     image_size: int = 224
     """Height and width of the images, in pixels."""

@@ -1,10 +1,10 @@
 """Where to cut: every part of the model is measured once, then cut so that the slowest stage is as fast as possible."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,11 @@ def joined(parts: Sequence[Part]) -> Part:
     return replace(parts[-1], first=parts[0].first, **sums)
 
 
-def measure(model: nn.Module, images: Tensor, numerics: Numerics, repeats: int = 3) -> tuple[Part, ...]:
-    """Run each part forward and backward (median of `repeats`, after one to warm up).
+def measure(model: nn.Module, images: Tensor, numerics: Numerics, repeats: int = 5) -> tuple[Part, ...]:
+    """Take one micro-batch through the parts, forward and back, and time each (the fastest of `repeats`, after one).
+
+    Through all of them, as in training: a part by itself would get its memory from the operating system every time,
+    and the first parts, whose activations are the largest, would seem half as slow again as they are.
 
     Args:
         model: the un-split model; its gradients and statistics are changed.
@@ -81,34 +84,44 @@ def measure(model: nn.Module, images: Tensor, numerics: Numerics, repeats: int =
         numerics: device and precision.
         repeats: runs that count.
     """
-    found, x = [], images
+    parts = blocks(model)
+    stages = [Stage([part], replace(numerics, compile=False)) for part in parts]
     parameters = {p.data_ptr() for p in model.parameters()}
-    for part in blocks(model):
-        stage, times = Stage([part], replace(numerics, compile=False)), []
-        kept: dict[int, int] = {}
-        for _ in range(repeats + 1):
-            held: list[Tensor] = []  # alive until all are counted, or an address could be given out twice
+    times: list[list[tuple[float, float]]] = [[] for _ in parts]
+    shapes: list[tuple[tuple[int, ...], torch.dtype, int]] = []
+    for run in range(repeats + 1):
+        ends: list[tuple[Tensor, Tensor, float]] = []
+        y = images
+        for stage in stages:
+            kept: dict[int, int] = {}
 
-            def hold(tensor: Tensor, held: list[Tensor] = held) -> Tensor:
-                held.append(tensor)
+            def hold(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+                storage = tensor.untyped_storage()
+                kept[storage.data_ptr()] = storage.nbytes()
                 return tensor
 
-            x = x.detach().requires_grad_(found != [])
-            with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            x = y.detach().requires_grad_(ends != [])
+            count = torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor)
+            with count if run == 0 else contextlib.nullcontext():
                 start = _now(images)
                 y = stage(x)
-                middle = _now(images)
-            y.backward(torch.ones_like(y))
-            times.append((middle - start, _now(images) - middle))
-            storages = [tensor.untyped_storage() for tensor in held]
-            others = parameters | {x.data_ptr()}  # the input was counted as the output of the part before
-            kept = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in others}
-        forward, backward = (median(column) for column in zip(*times[1:], strict=True))
-        count = sum(p.numel() for p in stage.parameters())
-        found.append(
-            Part(part[0][0], part[-1][0], count, tuple(y.shape[1:]), y.dtype, sum(kept.values()), forward, backward)
-        )
-        x = y
+                ends.append((x, y, _now(images) - start))
+            if run == 0:
+                others = parameters | {x.data_ptr()}  # the input was counted as the output of the part before
+                bytes_kept = sum(size for address, size in kept.items() if address not in others)
+                shapes.append((tuple(y.shape[1:]), y.dtype, bytes_kept))
+        gradient: Tensor | None = torch.ones_like(y)
+        for part_times in reversed(times):
+            x, y, forward = ends.pop()
+            start = _now(images)
+            y.backward(gradient)
+            part_times.append((forward, _now(images) - start))
+            gradient = x.grad
+    found = []
+    for part, stage, (shape, dtype, size), measured in zip(parts, stages, shapes, times, strict=True):
+        forward, backward = (min(column) for column in zip(*measured[1:], strict=True))
+        count_parameters = sum(p.numel() for p in stage.parameters())
+        found.append(Part(part[0][0], part[-1][0], count_parameters, shape, dtype, size, forward, backward))
     return tuple(found)
 
 
@@ -162,7 +175,7 @@ def make_plan(
     starts = cut_points(cuts, blocks(model))
     if cuts and len(starts) != stages:
         raise UserError(f"--cuts: {stages} stages need {stages - 1} cut(s), {len(cuts)} were given")
-    repeats = 3 if balance == "auto" and not cuts else 1
+    repeats = 5 if balance == "auto" and not cuts else 1
     parts = from_main(world, lambda: measure(model, images, numerics, repeats))
     if not cuts:
         starts = balanced([part.seconds if balance == "auto" else 1.0 for part in parts], stages)

@@ -167,13 +167,14 @@ class Pipeline:
         self.leaving: dict[Op, Message] = {}
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # a stage's input and output, per micro-batch
         ops = self.ops(self.grid.stage, self.grid.stages, len(sizes))
-        for position, op in enumerate(ops):
-            for coming in ops[position : position + AHEAD]:
-                self.expect(coming)
-            if op.kind == "F":
-                self.forward(op)
-            else:
-                self.backward(op)
+        with self.stages[ops[0].stage].numerics.autocast():  # weights are cast once, not for each micro-batch
+            for position, op in enumerate(ops):
+                for coming in ops[position : position + AHEAD]:
+                    self.expect(coming)
+                if op.kind == "F":
+                    self.forward(op)
+                else:
+                    self.backward(op)
         for op in list(self.leaving):
             self.sent(op)
         return self.loss
@@ -195,7 +196,7 @@ class Pipeline:
         """Compute the gradients of a micro-batch, and send that of the stage's input back."""
         gradient = self.received(op) if op.stage < self.final else None
         x, y = self.kept.pop((op.stage, op.micro))
-        with self.timeline.record(op.kind, op.micro, op.stage):
+        with self.timeline.record(op.kind, op.micro, op.stage), torch.autocast(y.device.type, enabled=False):
             y.backward(gradient)
         if op.stage:
             assert x.grad is not None
