@@ -1,4 +1,4 @@
-"""Where to cut: every part of the model is measured once, then cut so that the slowest stage is as fast as possible."""
+"""Where to cut: every part of the model is measured; it is cut so that the slowest stage is as fast as possible."""
 
 import contextlib
 import time
