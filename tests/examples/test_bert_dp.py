@@ -297,11 +297,18 @@ def test_the_trainer_under_torchrun_stops_and_resumes(
 ) -> None:
     """A signal in the middle of an epoch, a damaged checkpoint: the same weights as undisturbed."""
     flags = (*TORCHRUN, "--nproc-per-node", 2, *TRAINER, *EVEN, "--csv", even, "--out", tmp_path, "--resume", "auto")
-    process = programs.start(*flags)
+    step = "self.report.passed(state.global_step)"
+    wait = "while state.global_step == 7 and not self.stop._signum: __import__('time').sleep(0.01)"
+    waits = mutated(  # for the signal, on both ranks; the last step would otherwise be over before it comes
+        tmp_path / "waits",
+        ("examples/bert_dp/trainer_parts.py", step, f"{step}\n        {wait}"),
+        ("common/distributed.py", "seconds: float = 0.2", "seconds: float = 0.0"),  # ask the other ranks at every step
+    )
+    process = programs.start(*flags, cwd=waits)
     eventually(lambda: (tmp_path / "checkpoints/checkpoint-5/seal.json").exists(), 100, "the first epoch")
     os.killpg(process.pid, signal.SIGTERM)
     done = programs.finish(process, 1)  # torchrun's own code
-    assert "stopped by SIGTERM: checkpoint at step" in done.stderr
+    assert re.search(r"stopped by SIGTERM: checkpoint at step [78];", done.stderr), done.stderr
     saved = sorted((tmp_path / "checkpoints").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     assert len(saved) > 1, "stopped before its end"
     half = tmp_path / "checkpoints/checkpoint-99"
