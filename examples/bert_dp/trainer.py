@@ -96,9 +96,18 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
             train(args, world, report)
 
 
+class Arguments(TrainingArguments):
+    """On a CPU, "cpu": accelerate says "cpu:1" on rank 1, where torch 2.11 cannot load what a resume reads."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return torch.device("cpu") if super().device.type == "cpu" else super().device
+
+
 def arguments(args: Args, world: World, numerics: Numerics, epochs: int) -> TrainingArguments:
     """What the Trainer is told; all else is its default."""
-    told = TrainingArguments(
+    told = Arguments(
         output_dir=str(args.out / "checkpoints"),
         num_train_epochs=epochs,
         per_device_train_batch_size=local_batch(args.batch_size, world),

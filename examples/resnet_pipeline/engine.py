@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -90,6 +91,8 @@ class TorchPipeline:
         built = []
         for index, stage in stages.items():
             x, y = (torch.empty(shape, dtype=dtype, device=grid.device) for shape, dtype in shapes[index : index + 2])
+            if index == 0 and stage.numerics.channels_last:  # torch 2.11 compares strides, too
+                x = x.contiguous(memory_format=torch.channels_last)
             x.requires_grad_(index > 0)
             y.requires_grad_()
             count_all = len(plan.stages)
@@ -121,6 +124,10 @@ class TorchPipeline:
                     return run(micro, *args, **named)
 
             setattr(stage, name, timed)
+
+        # torch 2.11 greets neighbours at the start, those in the same process, too, to which gloo has no connection.
+        if greet := getattr(stage, "_get_init_p2p_neighbors_ops", None):
+            stage._get_init_p2p_neighbors_ops = lambda: [op for op in greet() if op.peer != dist.get_rank()]
 
     def step(self, images: Tensor, labels: Tensor, sizes: Sequence[int], total: int) -> Tensor:
         """As `Pipeline.step`; the micro-batches are of one size."""
