@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.distributed import World
 
-PIECE = 1 << 21  # bytes: while one piece is added, the next are under way; a smaller one costs more than it hides
+PIECE = 3 << 20  # bytes: while one piece is added, the next are under way; a smaller one costs more than it hides
 
 
 @dataclass
@@ -30,26 +30,40 @@ class Circle:
 
     Args:
         ranks: their global ranks, in the order of the ring.
-        position: the place of this process in `ranks`.
+        position: the place of this process in `ranks`; -1: it has none.
+        back: with gloo, what carries messages to a lower position that sends here, too (`of`).
+        in_order: the backend runs the calls of a process one after the other, as nccl does.
     """
 
     ranks: Sequence[int]
     position: int
+    back: dist.ProcessGroup | None = None
+    in_order: bool = False
     bytes: int = 0
     messages: int = 0
     _memory: Tensor | None = None
 
     @classmethod
-    def of(cls, world: World) -> "Circle":
-        """All processes of the job."""
-        return cls(range(world.size), world.rank)
+    def of(cls, world: World, ranks: Sequence[int] | None = None) -> "Circle":
+        """All processes of the job, or those of the given ranks; all of the job must make it.
 
-    def scratch(self, like: Tensor) -> Tensor:
-        """Memory for what comes, [n] as `like`: kept, because fresh memory costs a page fault per 4 KiB."""
+        With gloo, a thread that writes locks its connection. What arrives there meanwhile wakes the thread that reads,
+        and that asks for the lock over and over: on the writer's own core until its turn there ends, 3 ms later. Two
+        processes that send each other something over one connection often lose more time so than the messages take.
+        So they have two: one for messages to the higher position, and one for those to the lower.
+        """
+        ranks = range(world.size) if ranks is None else ranks
+        position = ranks.index(world.rank) if world.rank in ranks else -1
+        in_order = world.device.type == "cuda"
+        group = dist.new_group(ranks, world.timeout) if len(ranks) > 1 and not in_order else None
+        return cls(ranks, position, group if isinstance(group, dist.ProcessGroup) else None, in_order)
+
+    def scratch(self, length: int, like: Tensor) -> Tensor:
+        """Memory for what comes, [length], of the dtype of `like`: kept, because fresh memory costs page faults."""
         kept = self._memory
-        if kept is None or len(kept) < len(like) or (kept.dtype, kept.device) != (like.dtype, like.device):
-            self._memory = kept = torch.empty_like(like)
-        return kept[: len(like)]
+        if kept is None or len(kept) < length or (kept.dtype, kept.device) != (like.dtype, like.device):
+            self._memory = kept = like.new_empty(length)
+        return kept[:length]
 
     def post(
         self, send: tuple[Tensor, int] | None = None, receive: tuple[Tensor, int] | None = None
@@ -59,18 +73,28 @@ class Circle:
         Returns:
             What to wait for before the sent tensor is changed and the received one is read.
         """
-        # gloo sends what the other end is ready for: receiving first saves both ends a message that asks for it.
-        pairs = [(dist.irecv, receive), (dist.isend, send)]
-        calls = [(call, pair[0], self.ranks[pair[1]]) for call, pair in pairs if pair and len(pair[0])]
-        if send and len(send[0]):  # an empty message is not sent: both ends know its length
+        # An empty message is not sent: both ends know its length.
+        send, receive = (pair if pair and len(pair[0]) else None for pair in (send, receive))
+        if send:
             self.bytes += send[0].nbytes
             self.messages += 1
-        if any(tensor.is_cuda for _, tensor, _ in calls):
-            # Both handed over together: nccl runs the calls of a process in order, so that two processes which
-            # both send first, each larger than the buffers between them, would wait for each other for ever.
-            return dist.batch_isend_irecv([dist.P2POp(*call) for call in calls])
-        # gloo has no such order, and a batch would cost 0.1 ms more per message.
-        return [work for call, tensor, rank in calls if (work := call(tensor, rank))]
+        if self.in_order:
+            # Both handed over together: two processes which both send first, each larger than the buffers between
+            # them, would wait for each other for ever.
+            pairs = [(dist.isend, send), (dist.irecv, receive)]
+            calls = [dist.P2POp(call, pair[0], self.ranks[pair[1]]) for call, pair in pairs if pair]
+            return dist.batch_isend_irecv(calls) if calls else []
+        # gloo has no such order, and a batch would cost 0.1 ms more per message. It sends what the other end is ready
+        # for: receiving first saves both ends a message that asks for it.
+        both_ways = len(self.ranks) == 2 or (send and receive and send[1] == receive[1])
+        outward = self.back if both_ways and send and send[1] < self.position else None
+        inward = self.back if both_ways and receive and receive[1] > self.position else None
+        works = [
+            call(pair[0], self.ranks[pair[1]], group)
+            for call, pair, group in ((dist.irecv, receive, inward), (dist.isend, send, outward))
+            if pair
+        ]
+        return [work for work in works if work]
 
 
 def wait(works: list[dist.Work]) -> None:
@@ -84,13 +108,14 @@ def ring(tensor: Tensor, circle: Circle) -> None:
 
     The tensor is cut into W chunks. Reduce-scatter, W - 1 steps: each process sends a chunk to its right, and adds
     the one that comes from its left to its own; then process r holds the whole sum of chunk r + 1. All-gather, W - 1
-    steps: the sums go round. Chunks travel in pieces of about 2 MiB, so that one is added while others are under way.
+    steps: the sums go round. Chunks travel in pieces of up to 3 MiB, so that one is added while others are under way:
+    a piece that has come is added and sent on at once, and no step waits for the end of the one before.
 
     Source: Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations
     (https://doi.org/10.1016/j.jpdc.2008.09.002).
 
     Args:
-        tensor: contiguous, [n], any n; on the CPU with gloo, on a CUDA device with nccl.
+        tensor: contiguous, [n], any n; on the CPU with gloo, on a CUDA device with nccl. As much memory again is used.
         circle: who takes part.
 
     Raises:
@@ -101,17 +126,31 @@ def ring(tensor: Tensor, circle: Circle) -> None:
     chunks = tensor.tensor_split(size)  # views whose lengths differ by at most 1; the first is the longest
     pieces = max(1, ceil(chunks[0].nbytes / PIECE))
     grid = [chunk.tensor_split(pieces) for chunk in chunks]
-    scratch = circle.scratch(chunks[0]).tensor_split(pieces)
+    order = [(me - 1 - step) % size for step in range(2 * (size - 1))]  # of the chunks that come
+    comes = [piece for chunk in order for piece in grid[chunk]]
+    adding = (size - 1) * pieces  # the first half, reduce-scatter: these come beside the tensor, and are added to it
+    lengths = [len(piece) for piece in comes[:adding]]
+    into = [*circle.scratch(sum(lengths), tensor).split(lengths), *comes[adding:]]
     sent = circle.bytes
-    for step in range(2 * (size - 1)):
-        adding = step < size - 1  # reduce-scatter; then all-gather
-        outgoing, mine = grid[(me - step) % size], grid[(me - step - 1) % size]
-        incoming = [room[: len(piece)] for room, piece in zip(scratch, mine, strict=True)] if adding else mine
-        under_way = [circle.post((out, right), (into, left)) for out, into in zip(outgoing, incoming, strict=True)]
-        for works, piece, received in zip(under_way, mine, incoming, strict=True):
-            wait(works)
-            if adding:
-                piece.add_(received)
+
+    # Receiving everything from the start saves gloo's senders every wait for a receiver.
+    early = not circle.in_order
+    coming = [circle.post(receive=(room, left)) if early else [] for room in into]
+    leaving: list[dist.Work] = []
+
+    def send(number: int, piece: Tensor) -> None:
+        works = circle.post((piece, right), None if early else (into[number], left))
+        (leaving if early else coming[number]).extend(works)
+
+    for number, piece in enumerate(grid[me] if size > 1 else ()):
+        send(number, piece)
+    for number, piece in enumerate(comes):
+        wait(coming[number])
+        if number < adding:
+            piece.add_(into[number])
+        if number + pieces < len(comes):
+            send(number + pieces, piece)
+    wait(leaving)
     skipped = chunks[(me + 1) % size].nbytes + chunks[(me + 2) % size].nbytes  # one in each half
     assert circle.bytes - sent == (2 * tensor.nbytes - skipped if size > 1 else 0)
 
@@ -134,7 +173,7 @@ def recursive_doubling(tensor: Tensor, circle: Circle) -> None:
     """
     size, me = len(circle.ranks), circle.position
     power = 1 << (size.bit_length() - 1)
-    received = circle.scratch(tensor)
+    received = circle.scratch(len(tensor), tensor)
 
     def exchange(partner: int, send: bool = True, into: Tensor | None = None) -> None:
         wait(circle.post((tensor, partner) if send else None, None if into is None else (into, partner)))

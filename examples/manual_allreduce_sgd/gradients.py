@@ -34,7 +34,7 @@ class Averaging:
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model, self.world = model, world
-        self.circle = Circle.of(world)
+        self.circle = Circle(range(world.size), world.rank)
 
     def average(self) -> None:
         """After backward: make the gradient of each parameter the mean over the ranks."""
@@ -66,7 +66,7 @@ class Gradients(Averaging):
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.wire = wire
         self.flat = self.place(sum(self.sizes))
-        self._views = dict(zip(self.parameters, self._shaped(self.flat), strict=True))
+        self._views = self._shaped(self.flat)
         self._missing = set(self.parameters)
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.collect)
@@ -75,12 +75,11 @@ class Gradients(Averaging):
         """Where the gradients are to live, [length]."""
         return torch.zeros(length, dtype=self.wire, device=self.world.device)
 
-    def _shaped(self, flat: Tensor) -> list[Tensor]:
+    def _shaped(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
         """Views of a flat tensor with the parameters' shapes and strides (which --channels-last changes)."""
         parts = zip(flat.split(self.sizes), self.parameters, strict=True)
-        return [part.as_strided(p.shape, p.stride(), part.storage_offset()) for part, p in parts]
+        return {p: part.as_strided(p.shape, p.stride(), part.storage_offset()) for part, p in parts}
 
-    @torch.no_grad()
     def collect(self, parameter: nn.Parameter) -> None:
         """A hook: the gradient of this parameter is there."""
         assert parameter.grad is not None
@@ -98,7 +97,7 @@ class Gradients(Averaging):
             self._views[parameter].zero_()
         self._missing = set(self.parameters)
         mean = self.reduce().to(torch.float32)  # the tensor itself, if it is float32
-        for parameter, view in zip(self.parameters, self._shaped(mean), strict=True):
+        for parameter, view in (self._views if mean is self.flat else self._shaped(mean)).items():
             parameter.grad = view
 
 
@@ -107,6 +106,7 @@ class Flat(Gradients):
 
     def __init__(self, model: nn.Module, world: World, wire: torch.dtype, algorithm: str = "backend") -> None:
         super().__init__(model, world, wire)
+        self.circle = Circle.of(world)
         self._algorithm = ALGORITHMS[algorithm]
 
     def reduce(self) -> Tensor:

@@ -66,7 +66,7 @@ class SharedMemory:
         self._counters = memoryview(memory)[: LINE * self._size].cast("q")
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)[LINE * self._size :].view(self._size + 1, -1)
         self._round = 0
-        self.leaders = Circle(range(0, world.size, self._size), world.node)
+        self.leaders = Circle.of(world, range(0, world.size, self._size))
         self.meet()
         if descriptor >= 0:
             os.close(descriptor)

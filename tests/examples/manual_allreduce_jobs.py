@@ -86,6 +86,8 @@ class Checker:
                 here = replace(world, size=size, nodes=nodes, node=node, local_rank=local_rank, place=place)
                 SharedMemory._made = 100 * nodes + 10 * local  # the processes do not all make the same ones
                 self.memories[nodes, local] = SharedMemory(here, capacity=640)
+            else:
+                Circle.of(world, range(0, nodes * local, local))  # all ranks take part in making a group
 
     def group(self, ranks: tuple[int, ...]) -> Any:
         """Torch's group of the same ranks."""
@@ -94,10 +96,17 @@ class Checker:
             self.groups[members] = dist.new_group(list(members))
         return self.groups[members]
 
+    def circle(self, case: Case) -> Circle:
+        """The circle of a case: all ranks make it, as a job's do."""
+        if case.ranks not in self.circles:
+            self.circles[case.ranks] = Circle.of(self.world, case.ranks)
+        self.circles[case.ranks].in_order = case.seed % 2 == 1  # sends and receives handed over in pairs, as for nccl
+        return self.circles[case.ranks]
+
     def check(self, case: Case, module: types.ModuleType = allreduce) -> list[str]:
         """What is wrong on this rank: every algorithm against dist.all_reduce, and the bytes that it sent."""
         vars(module)["PIECE"] = vars(shared_memory)["CHUNK"] = case.piece
-        group = self.group(case.ranks)
+        group, circle = self.group(case.ranks), self.circle(case)
         wrong: list[str] = []
         if self.world.rank not in case.ranks:
             return wrong
@@ -115,7 +124,6 @@ class Checker:
                 if nodes * local == size:
                     algorithms[f"shared memory {nodes}x{local}"] = memory.all_reduce
         for name, algorithm in algorithms.items():
-            circle = self.circles.setdefault(case.ranks, Circle(case.ranks, case.ranks.index(self.world.rank)))
             circle.bytes = circle.messages = 0
             found = case.tensor(self.world.rank)
             where = found.data_ptr()
@@ -193,11 +201,13 @@ def properties(world: World, args: Args) -> None:
 
 # (name, module, before, after): each breaks one thing, and the check that must see it
 MUTATIONS = [
-    ("one chunk is skipped", "allreduce", "if adding:", "if adding and step > 0:"),
+    ("one chunk is skipped", "allreduce", "if number < adding:", "if pieces <= number < adding:"),
     ("the wrong neighbour", "allreduce", "right, left = (me + 1) % size, (me - 1) % size",
      "right, left = (me - 1) % size, (me + 1) % size"),
-    ("received, not added", "allreduce", "piece.add_(received)", "piece.copy_(received)"),
-    ("added in the second half, too", "allreduce", "if adding:", "if True:"),
+    ("received, not added", "allreduce", "piece.add_(into[number])", "piece.copy_(into[number])"),
+    ("added in the second half, too", "allreduce", "if number < adding:", "if True:"),
+    ("sent on without this rank's own", "allreduce", "            send(number + pieces, piece)",
+     "            send(number + pieces, into[number])"),
     ("one partner is left out", "allreduce", "while distance < power:", "while distance * 2 < power:"),
     ("extra ranks are forgotten", "allreduce", "exchange(me + power, send=False, into=received)",
      "exchange(me + power, send=False, into=torch.empty_like(tensor))"),
