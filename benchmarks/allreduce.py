@@ -3,8 +3,8 @@
     python -m benchmarks.allreduce                 # 2 and 4 processes on this machine; needs it to be quiet
     python -m benchmarks.allreduce --rounds 3 --steps 0 --ranks 2
 
-In every round each algorithm runs once, one after the other, so that a change of the machine's load meets all of them;
-the time is that of the slowest rank, ratios are medians of the rounds' ratios. Measured in the same run:
+In every round each algorithm runs once, in an order drawn for the round, so that a change of the machine's load meets
+all of them; the time is that of the slowest rank, ratios are medians of the rounds' ratios. Measured in the same run:
 
 * memory: all ranks add two arrays of 64 MiB into a third at the same time, bytes read and written per second;
 * loopback: all ranks send to their right and receive from their left over plain TCP sockets at the same time.
@@ -15,6 +15,7 @@ writes S / W bytes per rank. The former is no hard limit: Python's threads move 
 
 import json
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -42,9 +43,9 @@ class Args:
 
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of processes to measure message sizes with."""
-    rounds: int = 11
+    rounds: int = 21
     """Measurements of each algorithm at each size."""
-    steps: int = 11
+    steps: int = 31
     """Measurements of each training step, with 2 processes; 0 leaves them out."""
     batch: int = 1
     """Images of 224x224 pixels per process and step."""
@@ -82,12 +83,19 @@ COLOURS = {
 }  # fmt: skip
 
 
-def alternating(ways: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 1) -> dict[str, list[float]]:
-    """Seconds of each way in each round: those of the slowest rank. One round before is not counted."""
+def alternating(
+    ways: Mapping[str, Callable[[], object]], rounds: int, repeats: int = 1, meet: Callable[[], object] = dist.barrier
+) -> dict[str, list[float]]:
+    """Seconds of each way in each round: those of the slowest rank. One round before is not counted.
+
+    Each round has an order of its own, the same on all ranks: what runs after another finds its data in the caches.
+    All start when they have met: out of gloo's barrier, some ranks come milliseconds after others.
+    """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        for name, way in ways.items():
-            dist.barrier()
+        for name in random.Random(number).sample(sorted(ways), len(ways)):  # noqa: S311 - no secret
+            way = ways[name]
+            meet()
             started = time.perf_counter()
             for _ in range(repeats):
                 way()
@@ -155,7 +163,7 @@ def measure_sizes(world: World, args: Args) -> dict[str, Any]:
             "shared memory, copies": lambda tensor=tensor: memory.all_reduce(tensor),
             "shared memory, in place": lambda tensor=tensor: memory.sum(len(tensor), tensor.dtype),
         }
-        found["seconds"][size] = alternating(ways, args.rounds, max(1, min(20, MIB // size)))
+        found["seconds"][size] = alternating(ways, args.rounds, max(1, min(20, MIB // size)), memory.meet)
         line = ", ".join(f"{name} {1e3 * median(s):.2f}" for name, s in found["seconds"][size].items())
         say(world, f"{world.size} ranks, {size / 1e6:.3f} MB, ms: {line}")
     return found
@@ -185,7 +193,7 @@ def measure_steps(world: World, args: Args) -> dict[str, Any]:
             optimizer.step()
 
         steps[name] = step
-    found = alternating(steps, args.steps)
+    found = alternating(steps, args.steps, meet=SharedMemory(world, 0).meet)
     say(world, "step, ms: " + ", ".join(f"{name} {1e3 * median(s):.0f}" for name, s in found.items()))
     return {"seconds": found}
 
