@@ -147,7 +147,10 @@ def ring(tensor: Tensor, circle: Circle) -> None:
     for number, piece in enumerate(comes):
         wait(coming[number])
         if number < adding:
-            piece.add_(into[number])
+            # Only the last addition makes the whole sum, and belongs into the tensor. The others stay where they came,
+            # which is in the cache: the tensor's memory would be written for nothing.
+            last = number >= adding - pieces
+            piece = torch.add(piece, into[number], out=piece if last else into[number])
         if number + pieces < len(comes):
             send(number + pieces, piece)
     wait(leaving)

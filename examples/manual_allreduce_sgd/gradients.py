@@ -114,57 +114,79 @@ class Flat(Gradients):
         return all_reduce(self.flat, self.circle, self._algorithm)
 
 
-class Bucketed(Gradients):
+class Bucketed(Averaging):
     """A message for each bucket, started from the hooks while backward still computes the rest.
+
+    A gradient as large as a bucket is sent from where it is; smaller ones are gathered in a bucket first. None has to
+    be read again to be divided: the gradient of the model's output is, and with it all that backward makes of it.
+    Call `zero_grad()` (which sets gradients to None) before each backward.
 
     Source: Li et al., 2020, PyTorch Distributed, section 3.2 (https://arxiv.org/abs/2006.15704).
 
     Args:
-        model: the same on all ranks.
+        model: the same on all ranks; its output is a tensor.
         world: this process's world.
         wire: as `Gradients`.
-        megabytes: size of a bucket; one larger gradient is a bucket of its own.
+        megabytes: size of a bucket.
     """
 
     def __init__(self, model: nn.Module, world: World, wire: torch.dtype, megabytes: float) -> None:
-        super().__init__(model, world, wire)
-        self._buckets: list[Tensor] = []  # ranges of the flat tensor
-        self._bucket_of: dict[nn.Parameter, int] = {}
-        start = end = 0
-        for number, (parameter, size) in enumerate(zip(self.parameters, self.sizes, strict=True), 1):
-            end += size
-            self._bucket_of[parameter] = len(self._buckets)
-            if (end - start) * wire.itemsize >= megabytes * 1e6 or number == len(self.sizes):
-                self._buckets.append(self.flat[start:end])
-                start = end
+        super().__init__(model, world)
+        self.wire = wire
+        self._buckets: list[list[nn.Parameter]] = []
+        small: list[nn.Parameter] = []
+        # Backward computes the gradients about in the reverse order of the parameters.
+        for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]:
+            parameter.register_post_accumulate_grad_hook(self.collect)
+            if parameter.numel() * wire.itemsize >= megabytes * 1e6:
+                self._buckets.append([parameter])
+                continue
+            small.append(parameter)
+            if sum(each.numel() for each in small) * wire.itemsize >= megabytes * 1e6:
+                self._buckets.append(small)
+                small = []
+        self._buckets += [small] if small else []
+        self._bucket_of = {parameter: number for number, bucket in enumerate(self._buckets) for parameter in bucket}
+        model.register_forward_hook(self._divide)
         self._forget()
 
     def _forget(self) -> None:
-        self._awaited = [0] * len(self._buckets)
-        for bucket in self._bucket_of.values():
-            self._awaited[bucket] += 1
+        self._awaited = [len(bucket) for bucket in self._buckets]
+        self._messages: list[Tensor] = []
         self._works: list[dist.Work] = []
+
+    def _divide(self, _: nn.Module, __: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient / self.world.size)
 
     def collect(self, parameter: nn.Parameter) -> None:
         """A hook: start the buckets that are complete, in their order, which must be the same on all ranks."""
-        super().collect(parameter)
         self._awaited[self._bucket_of[parameter]] -= 1
         while len(self._works) < len(self._buckets) and self._awaited[len(self._works)] == 0:
             self._start()
 
     def _start(self) -> None:
-        work = dist.all_reduce(self._buckets[len(self._works)], async_op=True)
+        flat: list[Tensor] = []
+        for parameter in self._buckets[len(self._works)]:
+            if parameter.grad is None:  # not used in this forward, but maybe on another rank
+                parameter.grad = torch.zeros_like(parameter)
+            flat.append(parameter.grad.as_strided((parameter.numel(),), (1,)))  # the memory itself, in any layout
+        message = (flat[0] if len(flat) == 1 else torch.cat(flat)).to(self.wire)
+        work = dist.all_reduce(message, async_op=True)
         assert work is not None
+        self._messages.append(message)
         self._works.append(work)
 
-    def reduce(self) -> Tensor:
-        """Start what waits for gradients that never came, and wait for all buckets."""
+    def average(self) -> None:
+        """Start what waits for gradients that never came, wait for all, and make each gradient a view of a message."""
         while len(self._works) < len(self._buckets):
             self._start()
-        for work in self._works:
+        for bucket, message, work in zip(self._buckets, self._messages, self._works, strict=True):
             work.wait()
+            parts = message.to(torch.float32).split([parameter.numel() for parameter in bucket])
+            for p, part in zip(bucket, parts, strict=True):
+                p.grad = part.as_strided(p.shape, p.stride(), part.storage_offset())
         self._forget()
-        return self.flat
 
 
 class Shared(Gradients):

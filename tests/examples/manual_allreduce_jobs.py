@@ -204,7 +204,7 @@ MUTATIONS = [
     ("one chunk is skipped", "allreduce", "if number < adding:", "if pieces <= number < adding:"),
     ("the wrong neighbour", "allreduce", "right, left = (me + 1) % size, (me - 1) % size",
      "right, left = (me - 1) % size, (me + 1) % size"),
-    ("received, not added", "allreduce", "piece.add_(into[number])", "piece.copy_(into[number])"),
+    ("received, not added", "allreduce", "torch.add(piece, into[number], out=", "torch.mul(into[number], 1, out="),
     ("added in the second half, too", "allreduce", "if number < adding:", "if True:"),
     ("sent on without this rank's own", "allreduce", "            send(number + pieces, piece)",
      "            send(number + pieces, into[number])"),
@@ -216,9 +216,9 @@ MUTATIONS = [
     ("no division in the hook", "gradients", "1 / self.world.size", "1"),
     ("averages nothing", "gradients", "for parameter in self.model.parameters():",
      "for parameter in (p for p in self.model.parameters() if type(p) is torch.Tensor):"),
-    ("a bucket is one element short", "gradients", "self.flat[start:end]", "self.flat[start : end - 1]"),
-    ("buckets wait for the end", "gradients", "self._bucket_of[parameter] = len(self._buckets)",
-     "self._bucket_of[parameter] = 0"),
+    ("no division of the output's gradient", "gradients", "gradient / self.world.size", "gradient"),
+    ("a bucket is one element short", "gradients", "all_reduce(message,", "all_reduce(message[:-1],"),
+    ("buckets wait for the end", "gradients", "{parameter: number for", "{parameter: 0 for"),
     ("unused parameters keep old gradients", "gradients", "self._views[parameter].zero_()", "pass"),
 ]  # fmt: skip
 
