@@ -1,10 +1,11 @@
 """All-reduces by hand beside torch's: time against message size, and time of a training step of ResNet-18.
 
     python -m benchmarks.allreduce                 # 2 and 4 processes on this machine; needs it to be quiet
-    python -m benchmarks.allreduce --rounds 3 --steps 0 --ranks 2
+    python -m benchmarks.allreduce --starts 1 --rounds 3 --steps 0 --ranks 2
 
 In every round each algorithm runs once, in an order drawn for the round, so that a change of the machine's load meets
-all of them; the time is that of the slowest rank, ratios are medians of the rounds' ratios. Measured in the same run:
+all of them; the time is that of the slowest rank, ratios are medians of the rounds' ratios. Which memory a process gets
+moves ratios by a tenth until it ends, so the processes are started several times. Measured in the same run:
 
 * memory: all ranks add two arrays of 64 MiB into a third at the same time, bytes read and written per second;
 * loopback: all ranks send to their right and receive from their left over plain TCP sockets at the same time.
@@ -25,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,10 +45,12 @@ class Args:
 
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of processes to measure message sizes with."""
-    rounds: int = 21
-    """Measurements of each algorithm at each size."""
-    steps: int = 31
-    """Measurements of each training step, with 2 processes; 0 leaves them out."""
+    starts: int = 3
+    """Times that the processes are started anew."""
+    rounds: int = 7
+    """Measurements of each algorithm at each size and start."""
+    steps: int = 21
+    """Measurements of each training step and start, with 2 processes; 0 leaves them out."""
     batch: int = 1
     """Images of 224x224 pixels per process and step."""
     out: Path = Path("benchmarks/results")
@@ -54,7 +58,7 @@ class Args:
     launch: OmitArgPrefixes[Launch] = Launch(nproc=2)
 
     def __post_init__(self) -> None:
-        at_least(1, rounds=self.rounds, batch=self.batch)
+        at_least(1, starts=self.starts, rounds=self.rounds, batch=self.batch)
         at_least(0, steps=self.steps)
         if min(self.ranks, default=0) < 2:
             raise UserError("--ranks: give numbers of processes from 2 up")
@@ -210,6 +214,14 @@ def main_worker(local_rank: int, place: Place, job: tuple[Args, str, str]) -> No
             Path(file).write_text(json.dumps(found | {"threads": torch.get_num_threads()}))
 
 
+def joined(starts: list[Any]) -> Any:
+    """What several starts found: lists one after the other, of other numbers the median."""
+    first = starts[0]
+    if isinstance(first, dict):
+        return {name: joined([start[name] for start in starts]) for name in first}
+    return list(chain(*starts)) if isinstance(first, list) else median(starts)
+
+
 def ratios(seconds: Mapping[str, list[float]], reference: str) -> dict[str, float]:
     """How many times faster than the reference: the medians of the rounds' ratios."""
     return {
@@ -297,12 +309,15 @@ def main(args: Args, place: Place) -> int:
     }
     jobs = [(str(ranks), ranks) for ranks in args.ranks] + ([("steps", 2)] if args.steps else [])
     for what, ranks in jobs:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "found.json")
-            code = launch(main_worker, replace(place, local_size=ranks, size=ranks), (args, what, str(file)))
-            if code:
-                return code
-            found = json.loads(file.read_text())
+        starts = []
+        for _ in range(args.starts):
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder, "found.json")
+                code = launch(main_worker, replace(place, local_size=ranks, size=ranks), (args, what, str(file)))
+                if code:
+                    return code
+                starts.append(json.loads(file.read_text()))
+        found = joined(starts)
         if what == "steps":
             result["step"] = found | {"batch": args.batch, "times_faster_than_ddp": ratios(found["seconds"], "ddp")}
         else:
@@ -312,7 +327,11 @@ def main(args: Args, place: Place) -> int:
     path = args.out / "allreduce.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     where = f"{machine['cpu']}, {machine['cores']} cores, gloo"
-    draw_sizes(path.with_suffix(".png"), result["sizes"], f"All-reduce of float32, median of {args.rounds}, {where}")
+    draw_sizes(
+        path.with_suffix(".png"),
+        result["sizes"],
+        f"All-reduce of float32, median of {args.starts * args.rounds}, {where}",
+    )
     for ranks, found in result["sizes"].items():
         print(f"\n{ranks} ranks: times faster than {TORCH}")
         for size, faster in found["times_faster_than_torch"].items():

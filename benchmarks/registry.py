@@ -322,7 +322,8 @@ BENCHMARKS = (
         ), imagenet,
     ),
     Benchmark(
-        "allreduce", "All-reduces by hand beside torch's", "allreduce", "", "--rounds 1 --steps 0 --ranks 2", claims=(
+        "allreduce", "All-reduces by hand beside torch's", "allreduce", "",
+        "--starts 1 --rounds 1 --steps 0 --ranks 2", claims=(
             *(
                 Claim(f"shared memory in place, ResNet-18's gradients, {ranks} ranks, against dist.all_reduce", 5,
                       lambda found, ranks=ranks:
