@@ -7,7 +7,8 @@ In every round each algorithm runs once, in an order drawn for the round, so tha
 all of them; the time is that of the slowest rank, ratios are medians of the rounds' ratios. Which memory a process gets
 moves ratios by a tenth until it ends, so the processes are started several times. Measured in the same run:
 
-* memory: all ranks add two arrays of 64 MiB into a third at the same time, bytes read and written per second;
+* memory: all ranks add two arrays of 64 MiB into a third at the same time, bytes read and written per second; in every
+  round of messages of 1 MB and more, since what other programs leave of the memory's bandwidth changes;
 * loopback: all ranks send to their right and receive from their left over plain TCP sockets at the same time.
 
 They give the dashed lines in the plot: a ring sends 2 (W - 1) / W of the bytes; the sum in shared memory reads S and
@@ -70,20 +71,24 @@ if __name__ == "__main__":  # before the heavy imports
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed import World, launch, say, taking_part
 from examples.manual_allreduce_sgd import gradients
-from examples.manual_allreduce_sgd.allreduce import Circle, backend, recursive_doubling, ring
+from examples.manual_allreduce_sgd.allreduce import Circle, backend, connected, recursive_doubling, ring
 from examples.manual_allreduce_sgd.shared_memory import SharedMemory
 
 MIB = 1 << 20
 RESNET18 = 4 * 11_689_512  # bytes of its parameters
 SIZES = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, MIB, 4 * MIB, 16 * MIB, RESNET18, 64 * MIB]
-WAYS = ("none", "per-parameter", "flat", "ring", "bucketed", "shared-memory", "ddp")
-TORCH = "dist.all_reduce"
+MEMORY = "memory"
+DDP_BOUNDED = "ddp, bounded buffers"
+WAYS = ("none", "per-parameter", "flat", "ring", "bucketed", "shared-memory", "ddp", DDP_BOUNDED)
+IN_PLACE = "shared memory, in place"
+TORCH, BOUNDED = "dist.all_reduce", "dist.all_reduce, bounded buffers"
 COLOURS = {
-    TORCH: "#000000", "ring": "#0072b2", "recursive doubling": "#e69f00", "shared memory, copies": "#56b4e9",
-    "shared memory, in place": "#009e73",
+    TORCH: "#000000", BOUNDED: "#cc79a7", "ring": "#0072b2", "recursive doubling": "#e69f00",
+    "shared memory, copies": "#56b4e9", IN_PLACE: "#009e73",
 }  # fmt: skip
 
 
@@ -108,13 +113,6 @@ def alternating(
             if number:
                 found[name].append(seconds.item())
     return found
-
-
-def memory_bandwidth() -> float:
-    """Bytes per second that a rank reads and writes while all ranks do so."""
-    one, two, three = (torch.ones(16 * MIB) for _ in range(3))
-    seconds = alternating({"add": lambda: torch.add(one, two, out=three)}, 7)["add"]
-    return 3 * one.nbytes / median(seconds)
 
 
 def loopback_bandwidth(world: World) -> float:
@@ -143,7 +141,8 @@ def loopback_bandwidth(world: World) -> float:
 def measure_sizes(world: World, args: Args) -> dict[str, Any]:
     """Seconds of every algorithm for every size, and the machine's limits with as many processes."""
     memory, circle = SharedMemory(world, 64 * MIB), Circle.of(world)
-    found: dict[str, Any] = {"memory": memory_bandwidth(), "loopback": loopback_bandwidth(world), "seconds": {}}
+    found: dict[str, Any] = {"memory": {}, "loopback": loopback_bandwidth(world), "seconds": {}}
+    one, two, three = (torch.ones(16 * MIB) for _ in range(3))
     for size in SIZES:
         tensor = torch.zeros(size // 4)
         mine = memory.mine(len(tensor), tensor.dtype).zero_()
@@ -161,14 +160,20 @@ def measure_sizes(world: World, args: Args) -> dict[str, Any]:
 
         check()
         ways = {
-            TORCH: lambda tensor=tensor: backend(tensor, circle),
+            TORCH: lambda tensor=tensor: dist.all_reduce(tensor),
+            BOUNDED: lambda tensor=tensor: backend(tensor, circle),
             "ring": lambda tensor=tensor: ring(tensor, circle),
             "recursive doubling": lambda tensor=tensor: recursive_doubling(tensor, circle),
             "shared memory, copies": lambda tensor=tensor: memory.all_reduce(tensor),
-            "shared memory, in place": lambda tensor=tensor: memory.sum(len(tensor), tensor.dtype),
+            IN_PLACE: lambda tensor=tensor: memory.sum(len(tensor), tensor.dtype),
         }
-        found["seconds"][size] = alternating(ways, args.rounds, max(1, min(20, MIB // size)), memory.meet)
-        line = ", ".join(f"{name} {1e3 * median(s):.2f}" for name, s in found["seconds"][size].items())
+        if size >= MIB:
+            ways[MEMORY] = lambda: torch.add(one, two, out=three)
+        seconds = alternating(ways, args.rounds, max(1, min(20, 8 * MIB // size)), memory.meet)
+        if size >= MIB:
+            found["memory"][size] = [3 * one.nbytes / each for each in seconds.pop(MEMORY)]
+        found["seconds"][size] = seconds
+        line = ", ".join(f"{name} {1e3 * median(each):.2f}" for name, each in seconds.items())
         say(world, f"{world.size} ranks, {size / 1e6:.3f} MB, ms: {line}")
     return found
 
@@ -183,9 +188,13 @@ def measure_steps(world: World, args: Args) -> dict[str, Any]:
     for name in WAYS:
         torch.manual_seed(0)
         net = resnet18(norm_layer=partial(nn.BatchNorm2d, track_running_stats=False))  # no buffers for DDP to send
-        if name == "none":
-            way = gradients.Ddp.__new__(gradients.Ddp)  # its `average` does nothing, and this one's model neither
+        if name in ("none", DDP_BOUNDED):
+            way = gradients.Ddp.__new__(gradients.Ddp)  # its `average` does nothing
             way.model = net
+            if name == DDP_BOUNDED:
+                way.model = DistributedDataParallel(
+                    net, process_group=connected(world, range(world.size)), gradient_as_bucket_view=True
+                )
         else:
             way = gradients.averaging(name, net, world, torch.float32, 4.0, images[:2])
         optimizer = torch.optim.SGD(net.parameters(), 1e-3, momentum=0.9)
@@ -230,6 +239,17 @@ def ratios(seconds: Mapping[str, list[float]], reference: str) -> dict[str, floa
     }
 
 
+def times_limit(found: Mapping[str, Any], ranks: int) -> dict[str, float]:
+    """For each size, time of a sum in place over that of reading S and writing S / W at the memory's bandwidth."""
+    return {
+        size: round(median(
+            seconds * bandwidth / ((1 + 1 / ranks) * int(size))
+            for seconds, bandwidth in zip(found["seconds"][size][IN_PLACE], bandwidths, strict=True)
+        ), 3)
+        for size, bandwidths in found["memory"].items()
+    }  # fmt: skip
+
+
 def draw_sizes(path: Path, sizes: Mapping[str, Any], title: str) -> None:
     """Time against size, a panel for each number of ranks, with the limits of the hardware."""
     import matplotlib  # a second
@@ -237,7 +257,7 @@ def draw_sizes(path: Path, sizes: Mapping[str, Any], title: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(sizes), figsize=(6 * len(sizes), 5), sharey=True, squeeze=False)
+    figure, axes = pyplot.subplots(1, len(sizes), figsize=(6 * len(sizes), 6), sharey=True, squeeze=False)
     for axis, (ranks, found) in zip(axes[0], sizes.items(), strict=True):
         size = int(ranks)
         lengths = [int(length) for length in found["seconds"]]
@@ -245,13 +265,12 @@ def draw_sizes(path: Path, sizes: Mapping[str, Any], title: str) -> None:
             times = [1e3 * median(seconds[name]) for seconds in found["seconds"].values()]
             axis.plot([length / 1e6 for length in lengths], times, color=colour, marker="o", label=name)
         ends = [length for length in lengths if length >= MIB]
+        memory = median(chain(*found["memory"].values()))
         limits = {
             f"ring over plain TCP sockets, {found['loopback'] / 1e9:.1f} GB/s": (
                 2 * (size - 1) / size / found["loopback"], "#0072b2",
             ),
-            f"limit of shared memory: {found['memory'] / 1e9:.1f} GB/s per rank": (
-                (1 + 1 / size) / found["memory"], "#009e73",
-            ),
+            f"limit of shared memory: {memory / 1e9:.1f} GB/s per rank": ((1 + 1 / size) / memory, "#009e73"),
         }  # fmt: skip
         for name, (per_byte, colour) in limits.items():
             axis.plot(
@@ -259,7 +278,7 @@ def draw_sizes(path: Path, sizes: Mapping[str, Any], title: str) -> None:
             )
         axis.set(xscale="log", yscale="log", xlabel="MB", title=f"{ranks} ranks")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     axes[0][0].set_ylabel("ms")
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
@@ -285,7 +304,7 @@ def draw_steps(path: Path, seconds: Mapping[str, list[float]], title: str) -> No
         note = f"{value:.0f} ms ({faster[name]:.2f} times DDP's speed)"
         axis.annotate(note, (value, position), (5, 0), textcoords="offset points", va="center")
     axis.invert_yaxis()
-    axis.set(xlabel="ms per step", xlim=(0, 1.45 * max(medians.values())))
+    axis.set(xlabel="ms per step", xlim=(0, 1.55 * max(medians.values())))
     axis.set_title(title, loc="left", fontsize=11)
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="lower center", ncols=2, frameon=False)
@@ -322,7 +341,9 @@ def main(args: Args, place: Place) -> int:
             result["step"] = found | {"batch": args.batch, "times_faster_than_ddp": ratios(found["seconds"], "ddp")}
         else:
             faster = {size: ratios(seconds, TORCH) for size, seconds in found["seconds"].items()}
-            result["sizes"][what] = found | {"times_faster_than_torch": faster}
+            result["sizes"][what] = found | {
+                "times_faster_than_torch": faster, "times_memory_limit": times_limit(found, ranks),
+            }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "allreduce.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -336,9 +357,9 @@ def main(args: Args, place: Place) -> int:
         print(f"\n{ranks} ranks: times faster than {TORCH}")
         for size, faster in found["times_faster_than_torch"].items():
             line = ", ".join(f"{name} {value:.2f}" for name, value in faster.items() if name != TORCH)
-            limit = (1 + 1 / int(ranks)) * int(size) / found["memory"]
-            share = median(found["seconds"][size]["shared memory, in place"]) / limit
-            print(f"  {int(size) / 1e6:9.3f} MB: {line}; in place {share:.1f} times the memory's limit")
+            share = found["times_memory_limit"].get(size)
+            limit = f"; in place {share:.1f} times the memory's limit" if share else ""
+            print(f"  {int(size) / 1e6:9.3f} MB: {line}{limit}")
     if result["step"]:
         title = f"Step of ResNet-18, 2 ranks x {args.batch} images, {where}"
         draw_steps(args.out / "allreduce_step.png", result["step"]["seconds"], title)

@@ -282,12 +282,6 @@ def ratio(part: str, name: str) -> Callable[[Found], float | None]:
     return lambda found: found[part]["medians"][name]["peer_ratio"]
 
 
-def times_memory(found: Found, ranks: int) -> float:
-    """Time of a sum in place, over that of reading each rank's bytes once and writing the sum once."""
-    limit = (1 + 1 / ranks) * int(RESNET18) / found["memory"]
-    return median(found["seconds"][RESNET18]["shared memory, in place"]) / limit
-
-
 def at_equal_accuracy(found: Found) -> float:
     """How many times sooner the last recipe ends as many epochs as the naive one; 1 if its accuracy is lower."""
     naive, ours = found["accuracy"]["runs"].values()
@@ -339,7 +333,7 @@ BENCHMARKS = (
             ),
             *(
                 Claim(f"sum in shared memory in place, ResNet-18, {ranks} ranks, against the memory's limit",
-                      2, lambda found, ranks=ranks: times_memory(found["sizes"][ranks], int(ranks)), most=True)
+                      2, lambda found, ranks=ranks: found["sizes"][ranks]["times_memory_limit"][RESNET18], most=True)
                 for ranks in ("2", "4")
             ),
             Claim("a step with buckets by hand against DDP", 1,

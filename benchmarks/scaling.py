@@ -86,7 +86,7 @@ from benchmarks.charts import step_chart
 from common.data import ImageData
 from common.distributed import World, launch, say, taking_part
 from common.precision import Precision
-from examples.manual_allreduce_sgd.allreduce import Circle, backend, ring
+from examples.manual_allreduce_sgd.allreduce import Circle, ring
 from examples.manual_allreduce_sgd.gradients import averaging
 from examples.resnet_pipeline.grid import make_grid
 from examples.resnet_pipeline.images import draw
@@ -160,7 +160,7 @@ def main_worker(local_rank: int, place: Place, job: tuple[Args, str]) -> None:
         circle = Circle.of(world)
         for size in SIZES if world.size > 1 else ():
             tensor = torch.zeros(size // 4)
-            ways = {TORCH: lambda t=tensor: backend(t, circle), RING: lambda t=tensor: ring(t, circle)}
+            ways = {TORCH: lambda t=tensor: dist.all_reduce(t), RING: lambda t=tensor: ring(t, circle)}
             found["all_reduce"][size] = alternating(ways, args.rounds, max(1, min(10, (1 << 20) // size)))
         if world.is_main:
             Path(file).write_text(json.dumps(found))

@@ -11,9 +11,13 @@ For W processes and a tensor of S bytes:
 A rank's number tells it whom to send to and what: nobody conducts. The sums are equal on all ranks to the last bit.
 """
 
+import os
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +26,37 @@ from torch import Tensor
 from common.distributed import World
 
 PIECE = 3 << 20  # bytes: while one piece is added, the next are under way; a smaller one costs more than it hides
+SEND_BUFFER = 1 << 20  # bytes that a connection between processes of one machine takes ahead of its receiver
+
+
+def connected(world: World, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group of the given ranks with connections of its own; all ranks of the job must make it.
+
+    Linux lets the send buffer of a connection grow to several megabytes. A long line needs that to be full; within a
+    machine it is only memory that the kernel has to look after. Bounded, messages of megabytes take about a quarter
+    less time. torch has no call for it: the connections are the new sockets (with TORCH_GLOO_LAZY_INIT there are none
+    yet, and nothing is bounded).
+
+    Returns:
+        None, which to torch.distributed is the group of all ranks, if there is nothing to bound: with nccl, for one
+        rank, or on a rank that is not given.
+    """
+
+    def sockets() -> set[int]:
+        return {int(path.name) for path in Path("/dev/fd").iterdir() if path.is_socket()}
+
+    if world.device.type == "cuda" or len(ranks) < 2:
+        return None
+    before = sockets()
+    group = dist.new_group(ranks, world.timeout)
+    for descriptor in sockets() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            # One that listens has no peer: an OSError. This machine's address at both ends: the peer is here.
+            near = connection.getpeername()[:1] == connection.getsockname()[:1]
+            if near and connection.family != socket.AF_UNIX:
+                # Linux sets twice what it is asked for, and no more than twice net.core.wmem_max.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER // 2)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 @dataclass
@@ -31,13 +66,15 @@ class Circle:
     Args:
         ranks: their global ranks, in the order of the ring.
         position: the place of this process in `ranks`; -1: it has none.
-        back: with gloo, what carries messages to a lower position that sends here, too (`of`).
+        up: with gloo, what carries messages to higher positions.
+        down: and those to lower ones (`of`).
         in_order: the backend runs the calls of a process one after the other, as nccl does.
     """
 
     ranks: Sequence[int]
     position: int
-    back: dist.ProcessGroup | None = None
+    up: dist.ProcessGroup | None = None
+    down: dist.ProcessGroup | None = None
     in_order: bool = False
     bytes: int = 0
     messages: int = 0
@@ -49,14 +86,13 @@ class Circle:
 
         With gloo, a thread that writes locks its connection. What arrives there meanwhile wakes the thread that reads,
         and that asks for the lock over and over: on the writer's own core until its turn there ends, 3 ms later. Two
-        processes that send each other something over one connection often lose more time so than the messages take.
-        So they have two: one for messages to the higher position, and one for those to the lower.
+        processes that send each other something over one connection often lose more time this way than the messages
+        take. So they have two: one for messages to the higher position, and one for those to the lower.
         """
         ranks = range(world.size) if ranks is None else ranks
         position = ranks.index(world.rank) if world.rank in ranks else -1
-        in_order = world.device.type == "cuda"
-        group = dist.new_group(ranks, world.timeout) if len(ranks) > 1 and not in_order else None
-        return cls(ranks, position, group if isinstance(group, dist.ProcessGroup) else None, in_order)
+        up, down = connected(world, ranks), connected(world, ranks)
+        return cls(ranks, position, up, down, in_order=world.device.type == "cuda")
 
     def scratch(self, length: int, like: Tensor) -> Tensor:
         """Memory for what comes, [length], of the dtype of `like`: kept, because fresh memory costs page faults."""
@@ -74,7 +110,10 @@ class Circle:
             What to wait for before the sent tensor is changed and the received one is read.
         """
         # An empty message is not sent: both ends know its length.
-        send, receive = (pair if pair and len(pair[0]) else None for pair in (send, receive))
+        if send and not len(send[0]):
+            send = None
+        if receive and not len(receive[0]):
+            receive = None
         if send:
             self.bytes += send[0].nbytes
             self.messages += 1
@@ -86,14 +125,13 @@ class Circle:
             return dist.batch_isend_irecv(calls) if calls else []
         # gloo has no such order, and a batch would cost 0.1 ms more per message. It sends what the other end is ready
         # for: receiving first saves both ends a message that asks for it.
-        both_ways = len(self.ranks) == 2 or (send and receive and send[1] == receive[1])
-        outward = self.back if both_ways and send and send[1] < self.position else None
-        inward = self.back if both_ways and receive and receive[1] > self.position else None
-        works = [
-            call(pair[0], self.ranks[pair[1]], group)
-            for call, pair, group in ((dist.irecv, receive, inward), (dist.isend, send, outward))
-            if pair
-        ]
+        works: list[dist.Work | None] = []
+        if receive:
+            tensor, left = receive
+            works.append(dist.irecv(tensor, self.ranks[left], self.up if left < self.position else self.down))
+        if send:
+            tensor, right = send
+            works.append(dist.isend(tensor, self.ranks[right], self.up if right > self.position else self.down))
         return [work for work in works if work]
 
 
@@ -197,9 +235,10 @@ def recursive_doubling(tensor: Tensor, circle: Circle) -> None:
         exchange(me + power)
 
 
-def backend(tensor: Tensor, _: Circle) -> None:
-    """The process group's own all-reduce, over all its processes: what the others are compared with."""
-    dist.all_reduce(tensor)
+def backend(tensor: Tensor, circle: Circle) -> None:
+    """The process group's own all-reduce: what the others are compared with."""
+    assert len(circle.ranks) == dist.get_world_size(), "not for some of the ranks"
+    dist.all_reduce(tensor, group=circle.up)
 
 
 ALGORITHMS: dict[str, Callable[[Tensor, Circle], None]] = {

@@ -3,11 +3,13 @@
 | `--algorithm` | who adds up | when |
 |---|---|---|
 | per-parameter | the backend, one blocking call for each parameter | after backward |
-| flat | the backend, one call for all gradients side by side | after backward |
-| bucketed | the backend, one call for each bucket of some megabytes | while backward computes the rest |
+| flat | the backend, one call for all gradients side by side (*) | after backward |
+| bucketed | the backend, one call for each bucket of some megabytes (*) | while backward computes the rest |
 | ring, recursive-doubling | allreduce.py | after backward |
 | shared-memory | shared_memory.py | after backward |
 | ddp | torch's DistributedDataParallel | while backward computes the rest |
+
+(*) over connections with bounded buffers: `connected` in allreduce.py.
 """
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.distributed import World, settle
 from common.errors import UserError
-from examples.manual_allreduce_sgd.allreduce import ALGORITHMS, Circle, all_reduce
+from examples.manual_allreduce_sgd.allreduce import ALGORITHMS, Circle, all_reduce, connected
 from examples.manual_allreduce_sgd.shared_memory import SharedMemory
 
 
@@ -35,10 +37,12 @@ class Averaging:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.model, self.world = model, world
         self.circle = Circle(range(world.size), world.rank)
+        # Backward computes the gradients about in the reverse order of the parameters.
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
 
     def average(self) -> None:
         """After backward: make the gradient of each parameter the mean over the ranks."""
-        for parameter in self.model.parameters():
+        for parameter in self.parameters:
             if parameter.grad is None:  # not used in this forward, but maybe on another rank
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
@@ -61,8 +65,6 @@ class Gradients(Averaging):
 
     def __init__(self, model: nn.Module, world: World, wire: torch.dtype = torch.float32) -> None:
         super().__init__(model, world)
-        # Backward computes the gradients about in the reverse order of the parameters.
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]
         self.sizes = [parameter.numel() for parameter in self.parameters]
         self.wire = wire
         self.flat = self.place(sum(self.sizes))
@@ -133,10 +135,10 @@ class Bucketed(Averaging):
     def __init__(self, model: nn.Module, world: World, wire: torch.dtype, megabytes: float) -> None:
         super().__init__(model, world)
         self.wire = wire
+        self._group = connected(world, range(world.size))
         self._buckets: list[list[nn.Parameter]] = []
         small: list[nn.Parameter] = []
-        # Backward computes the gradients about in the reverse order of the parameters.
-        for parameter in [parameter for parameter in model.parameters() if parameter.requires_grad][::-1]:
+        for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.collect)
             if parameter.numel() * wire.itemsize >= megabytes * 1e6:
                 self._buckets.append([parameter])
@@ -172,7 +174,7 @@ class Bucketed(Averaging):
                 parameter.grad = torch.zeros_like(parameter)
             flat.append(parameter.grad.as_strided((parameter.numel(),), (1,)))  # the memory itself, in any layout
         message = (flat[0] if len(flat) == 1 else torch.cat(flat)).to(self.wire)
-        work = dist.all_reduce(message, async_op=True)
+        work = dist.all_reduce(message, group=self._group, async_op=True)
         assert work is not None
         self._messages.append(message)
         self._works.append(work)

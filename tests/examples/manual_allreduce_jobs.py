@@ -6,6 +6,7 @@ Starting processes takes seconds, and so each job does all that its processes ca
 import contextlib
 import importlib
 import os
+import socket
 import sys
 import types
 from collections.abc import Callable
@@ -119,6 +120,8 @@ class Checker:
             "ring": module.ring,
             "recursive_doubling": module.recursive_doubling,
         }
+        if size == self.world.size:
+            algorithms["backend"] = module.backend
         if case.ranks == tuple(range(size)):
             for (nodes, local), memory in self.memories.items():
                 if nodes * local == size:
@@ -202,6 +205,7 @@ def properties(world: World, args: Args) -> None:
 # (name, module, before, after): each breaks one thing, and the check that must see it
 MUTATIONS = [
     ("one chunk is skipped", "allreduce", "if number < adding:", "if pieces <= number < adding:"),
+    ("a step is left out", "allreduce", "range(2 * (size - 1))]", "range(2 * (size - 1) - 1)]"),
     ("the wrong neighbour", "allreduce", "right, left = (me + 1) % size, (me - 1) % size",
      "right, left = (me - 1) % size, (me + 1) % size"),
     ("received, not added", "allreduce", "torch.add(piece, into[number], out=", "torch.mul(into[number], 1, out="),
@@ -211,11 +215,12 @@ MUTATIONS = [
     ("one partner is left out", "allreduce", "while distance < power:", "while distance * 2 < power:"),
     ("extra ranks are forgotten", "allreduce", "exchange(me + power, send=False, into=received)",
      "exchange(me + power, send=False, into=torch.empty_like(tensor))"),
+    ("send buffers are not bounded", "allreduce", "[:1] == connection", "[:1] != connection"),
     ("a view is not copied back", "allreduce", "tensor.copy_(flat.view(tensor.shape))", "pass"),
     ("no division", "gradients", "parameter.grad /= self.world.size", "pass"),
     ("no division in the hook", "gradients", "1 / self.world.size", "1"),
-    ("averages nothing", "gradients", "for parameter in self.model.parameters():",
-     "for parameter in (p for p in self.model.parameters() if type(p) is torch.Tensor):"),
+    ("averages nothing", "gradients", "for parameter in self.parameters:\n            if",
+     "for parameter in (p for p in self.parameters if type(p) is torch.Tensor):\n            if"),
     ("no division of the output's gradient", "gradients", "gradient / self.world.size", "gradient"),
     ("a bucket is one element short", "gradients", "all_reduce(message,", "all_reduce(message[:-1],"),
     ("buckets wait for the end", "gradients", "{parameter: number for", "{parameter: 0 for"),
@@ -245,6 +250,27 @@ class Net(nn.Module):
         for layer in self.layers[:used]:
             rows = layer(rows).tanh()
         return rows.square().sum()
+
+
+def check_connections(world: World, module: types.ModuleType) -> list[str]:
+    """The send buffers of a circle's connections are bounded; those of other groups are as they were."""
+
+    def limits() -> list[int]:
+        """Of the send buffers of all connections of this process."""
+        found = []
+        for name in (path.name for path in Path("/proc/self/fd").iterdir() if path.is_socket()):
+            with socket.socket(fileno=os.dup(int(name))) as connection, contextlib.suppress(OSError):
+                connection.getpeername()  # a socket that listens has no peer
+                found.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+        return found
+
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, module.SEND_BUFFER // 2)
+        bound = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)  # the system may allow less
+    before = limits()
+    module.Circle.of(world)
+    made = limits().count(bound) - before.count(bound)
+    return [] if made == 2 * (world.size - 1) else [f"{made} new connections have send buffers of {bound} bytes"]
 
 
 def check_gradients(world: World, module: types.ModuleType, name: str) -> list[str]:
@@ -286,6 +312,7 @@ def mutations(world: World, args: Args) -> None:
         found: list[str] = []
         try:
             if name == "allreduce":
+                found += check_connections(world, module)
                 for case in cases:
                     found += checker.check(case, module)
             else:
