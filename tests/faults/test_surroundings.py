@@ -141,16 +141,17 @@ def test_too_little_shared_memory_for_the_workers_of_torchs_loader_is_named(
     """mnist_ddp_spawn hands its images to its workers; of those of resnet_pipeline nobody tells the rank."""
     if program == "mnist_ddp_spawn":
         write_idx(tmp_path / "data", train=203, test=101, size=64, classes=4)
-        flags, code = ("-b", 100), 1
+        flags, code = ("-b", 100, "--timeout", 8), 1
         cause = r"unable to allocate shared memory\(shm\)" if shm == SMALL_SHM else "no shared memory for a semaphore:"
         said = rf"error: rank [01]: {cause} .* \(what may help: more shared memory \(.*"
     else:
         draw_folder(tmp_path / "data", train=60, val=12, size=80)
-        flags, code = ("-a", "resnet18", "--image-size", 64, "-b", 30, "-m", 2, "--norm", "group"), 2
-        said = "error: no batch came from the loader's workers within 4 s: see what they printed above.*"
+        # Half of the timeout must be longer than starting the workers takes: meanwhile the other stage waits, too.
+        flags, code = ("-a", "resnet18", "--image-size", 64, "-b", 30, "-m", 2, "--norm", "group", "--timeout", 24), 2
+        said = "error: no batch came from the loader's workers within 12 s: see what they printed above.*"
     done = programs.run(
         "-c", shm, "-m", f"examples.{program}.train", "--dataset", tmp_path / "data", *flags,
-        "--nproc", 2, "--workers", 1, "--epochs", 1, "--timeout", 8, "--out", tmp_path / "out", code=code, limit=100,
+        "--nproc", 2, "--workers", 1, "--epochs", 1, "--out", tmp_path / "out", code=code, limit=100,
     )  # fmt: skip
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert re.fullmatch(said, line), line
