@@ -416,8 +416,9 @@ def machine() -> str:
 def taking_part(place: Place, local_rank: int) -> Generator[World]:
     """The frame around the work of one process: its world on entry, a clean end in every case.
 
-    A user's mistake and an unexpected exception are printed by the first rank that meets them, once for the job;
-    then the process ends with exit code 2 or 1 (128 + n after signal n), without waiting for the others.
+    A user's mistake and an unexpected exception are printed by the first rank that meets them, once for the job.
+    After an exception the process ends with exit code 1 (128 + n after signal n), without waiting for the others;
+    after a mistake, which mostly all ranks meet, it ends with 2 and together with them.
     """
     place = place.worker(local_rank)
     end_with_parent(agent=place.launcher == "torchrun")
@@ -439,8 +440,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         message, code = _stopped(stop), 128 + stop.signum
     except Exception as error:
         again = isinstance(error, Lost) or any(words in str(error) for words in LOST)
-        for signum in STOPPING:  # torchrun stops the others when one has ended, while this one asks who it was
-            signal.signal(signum, signal.SIG_IGN)
+        _ignore_signals()  # torchrun stops the others when one has ended, while this one asks who it was
         where = f" {getattr(error, '__notes__', [''])[0]}".rstrip()
         cut_off = f"the host of the rendezvous, {place.host}:{place.port}, is gone, too,"
         who = f" ({_answer(lambda: _without_word(world, cut_off), cut_off)}{where})" if again and world else ""
@@ -450,6 +450,9 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         _to_terminal(message)
     note(RETRY if again else code, place.local_size)
     sys.stdout.flush()
+    if code == 2 and world:
+        _ignore_signals()  # it is about to end
+        _answer(lambda: _end_together(world), None, 5.0)
     # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
     os._exit(code)
 
@@ -458,9 +461,13 @@ OUTSIDE = "outside of training, nothing to save"
 
 
 def _stop_now(signum: int, _: FrameType | None) -> None:
-    for each in STOPPING:  # a terminal's Ctrl-C comes twice: from the terminal, and from the parent
-        signal.signal(each, signal.SIG_IGN)
+    _ignore_signals()  # a terminal's Ctrl-C comes twice: from the terminal, and from the parent
     raise Stopped(signum, OUTSIDE)
+
+
+def _ignore_signals() -> None:
+    for signum in STOPPING:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _stop_without_main_thread(place: Place, speaks_first: Callable[[], bool], patience: float = 2.0) -> None:
@@ -519,18 +526,38 @@ def _of_semaphore(error: Exception) -> bool:
     return isinstance(error, OSError) and Path(frames[-1].filename).match("multiprocessing/synchronize.py")
 
 
-def _without_word(world: World, cut_off: str, patience: float = 1.0) -> str:
+def _without_word(world: World, cut_off: str) -> str:
     """The ranks that do not say within a second that they lost somebody, too: those that hang, or are gone."""
     try:
-        world.store.set(f"still here/{world.rank}", "")
-        deadline = time.monotonic() + patience
-        while True:
-            silent = [str(rank) for rank in range(world.size) if not world.store.check([f"still here/{rank}"])]
-            if not silent or time.monotonic() > deadline:
-                return f"no word from rank {', '.join(silent)}" if silent else "all are still here"
-            time.sleep(0.02)
+        silent = _silent(world, "still here", patience=1.0)
     except (dist.DistError, RuntimeError):
         return cut_off
+    return f"no word from rank {', '.join(silent)}" if silent else "all are still here"
+
+
+def _end_together(world: World) -> None:
+    """Wait until all ranks have come to their end, but not long: where one alone met the mistake, the others wait.
+
+    A rank that still connects when another one is gone would have gloo complain of it, beside the line that says what
+    is wrong. Rank 0 ends last, since it may host the store.
+    """
+    with contextlib.suppress(dist.DistError, RuntimeError):
+        if not _silent(world, "at its end", patience=min(3.0, world.timeout.total_seconds() / 2)):
+            if world.is_main:
+                _silent(world, "gone", patience=1.0)
+            else:
+                world.store.set(f"gone/{world.rank}", "")
+
+
+def _silent(world: World, sign: str, patience: float) -> list[str]:
+    """Give a sign, and wait for that of all others: the ranks that did not give it within `patience` seconds."""
+    world.store.set(f"{sign}/{world.rank}", "")
+    deadline = time.monotonic() + patience
+    while True:
+        silent = [str(rank) for rank in range(world.size) if not world.store.check([f"{sign}/{rank}"])]
+        if not silent or time.monotonic() > deadline:
+            return silent
+        time.sleep(0.02)
 
 
 def _answer(ask: Callable[[], Value], otherwise: Value, seconds: float = 3.0) -> Value:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -80,6 +81,31 @@ def first(world: World, args: Args) -> None:
         with main_first(world, "failing"):
             assert world.local_rank == 0, "the others never get here"
             raise UserError("the download failed")
+
+
+class Late(dist.Store):
+    """The store of a rank that reads its peers' addresses when they have long read its own."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.3)
+        return self.store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.store.wait(keys, timeout or timedelta(minutes=1))
+
+
+def mistake(world: World, args: Args) -> None:
+    """All ranks meet a mistake of the user; the last one is still connecting when the others do."""
+    store = Late(world.store) if world.rank == world.size - 1 else world.store
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=world.timeout)
+    raise UserError("--colour: not a colour")
 
 
 def disagree(world: World, args: Args) -> None:
@@ -238,6 +264,7 @@ JOBS = {
     "ordered": ordered,
     "first": first,
     "first_fails": first,
+    "mistake": mistake,
     "disagree": disagree,
     "raises": raises,
     "greedy": greedy,
@@ -257,9 +284,10 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     if args.name == "early":
         raise ValueError("before the frame")
     with taking_part(place, local_rank) as world:
-        dist.init_process_group(
-            world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
-        )
+        if args.name != "mistake":
+            dist.init_process_group(
+                world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
+            )
         JOBS[args.name](world, args)
 
 

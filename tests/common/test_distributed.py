@@ -73,6 +73,23 @@ def test_a_failure_of_the_first_reaches_all(programs: Programs, tmp_path: Path) 
     assert done.stderr == "error: the download failed\n"
 
 
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_a_mistake_that_all_meet_is_one_line(programs: Programs, nproc: int) -> None:
+    """Also while one of them is still connecting: gloo would have it that the others are gone."""
+    done = programs.run(*JOBS, "mistake", "--nproc", nproc, code=2)
+    assert done.stderr == "error: --colour: not a colour\n"
+
+
+def test_a_mistake_is_one_line_where_rank_0_hosts_the_store(programs: Programs, free_port: int) -> None:
+    """It ends last: the others could not ask whether somebody has said it."""
+    common = {"SLURM_NTASKS": "3", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port)}
+    tasks = [
+        programs.start(*JOBS, "mistake", env=common | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)})
+        for task in range(3)
+    ]
+    assert "".join(programs.finish(task, code=2).stderr for task in tasks) == "error: --colour: not a colour\n"
+
+
 def test_ranks_that_disagree_stop(programs: Programs) -> None:
     started = time.monotonic()
     done = programs.run(*JOBS, "disagree", "--nproc", 3, code=2)
