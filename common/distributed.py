@@ -417,13 +417,14 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
     """The frame around the work of one process: its world on entry, a clean end in every case.
 
     A user's mistake and an unexpected exception are printed by the first rank that meets them, once for the job.
-    After an exception the process ends with exit code 1 (128 + n after signal n), without waiting for the others;
-    after a mistake, which mostly all ranks meet, it ends with 2 and together with them.
+    After an exception the process ends with exit code 1, without waiting for the others; after a mistake, which mostly
+    all ranks meet, with 2, and after signal n with 128 + n, together with them.
     """
     place = place.worker(local_rank)
     end_with_parent(agent=place.launcher == "torchrun")
     world: World | None = None
     again = False  # whether the cause lies elsewhere
+    together = False  # whether all ranks come to this end
     try:
         for signum in STOPPING:
             signal.signal(signum, _stop_now)
@@ -435,9 +436,9 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
             dist.destroy_process_group()
         return
     except UserError as error:
-        message, code, again = f"error: {error}", 2, isinstance(error, Absent)
+        message, code, again, together = f"error: {error}", 2, isinstance(error, Absent), True
     except Stopped as stop:
-        message, code = _stopped(stop), 128 + stop.signum
+        message, code, together = _stopped(stop), 128 + stop.signum, str(stop) != OUTSIDE
     except Exception as error:
         again = isinstance(error, Lost) or any(words in str(error) for words in LOST)
         _ignore_signals()  # torchrun stops the others when one has ended, while this one asks who it was
@@ -450,7 +451,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         _to_terminal(message)
     note(RETRY if again else code, place.local_size)
     sys.stdout.flush()
-    if code == 2 and world:
+    if together and world:
         _ignore_signals()  # it is about to end
         _answer(lambda: _end_together(world), None, 5.0)
     # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
@@ -536,7 +537,7 @@ def _without_word(world: World, cut_off: str) -> str:
 
 
 def _end_together(world: World) -> None:
-    """Wait until all ranks have come to their end, but not long: where one alone met the mistake, the others wait.
+    """Wait until all ranks have come to their end, but not long: where one alone met a mistake, the others wait for it.
 
     A rank that still connects when another one is gone would have gloo complain of it, beside the line that says what
     is wrong. Rank 0 ends last, since it may host the store.

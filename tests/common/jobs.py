@@ -159,6 +159,7 @@ def stops(world: World, args: Args) -> None:
             if signum := stop.agreed():
                 (args.folder / f"stopped-{world.rank}").write_text(str(step))
                 agree(world, step, "the step")
+                time.sleep(0.2 * world.rank)  # rank 0 may host the store at which the others ask who speaks
                 raise Stopped(signum, f"after step {step}")
 
 

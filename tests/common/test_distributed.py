@@ -80,14 +80,19 @@ def test_a_mistake_that_all_meet_is_one_line(programs: Programs, nproc: int) -> 
     assert done.stderr == "error: --colour: not a colour\n"
 
 
-def test_a_mistake_is_one_line_where_rank_0_hosts_the_store(programs: Programs, free_port: int) -> None:
+@pytest.mark.parametrize(
+    ("job", "code", "line"),
+    [("mistake", 2, "error: --colour: not a colour"), ("stops", 143, r"stopped by SIGTERM: after step \d+")],
+)
+def test_one_line_is_said_where_rank_0_hosts_the_store(
+    programs: Programs, tmp_path: Path, free_port: int, job: str, code: int, line: str
+) -> None:
     """It ends last: the others could not ask whether somebody has said it."""
     common = {"SLURM_NTASKS": "3", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port)}
-    tasks = [
-        programs.start(*JOBS, "mistake", env=common | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)})
-        for task in range(3)
-    ]
-    assert "".join(programs.finish(task, code=2).stderr for task in tasks) == "error: --colour: not a colour\n"
+    envs = [common | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(3)]
+    tasks = [programs.start(*JOBS, job, "--folder", tmp_path, env=env) for env in envs]
+    said = "".join(programs.finish(task, code).stderr for task in tasks)
+    assert re.fullmatch(f"{line}\n", said), said
 
 
 def test_ranks_that_disagree_stop(programs: Programs) -> None:
