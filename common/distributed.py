@@ -467,8 +467,8 @@ def _stop_now(signum: int, _: FrameType | None) -> None:
 
 
 def _ignore_signals() -> None:
-    for signum in STOPPING:
-        signal.signal(signum, signal.SIG_IGN)
+    for signum in STOPPING:  # not SIG_IGN: of a signal that another thread is just taking, Python would complain
+        signal.signal(signum, lambda *_: None)
 
 
 def _stop_without_main_thread(place: Place, speaks_first: Callable[[], bool], patience: float = 2.0) -> None:
