@@ -447,12 +447,12 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
         who = f" ({_answer(lambda: _without_word(world, cut_off), cut_off)}{where})" if again and world else ""
         text = f"lost another process{who}: {str(error).splitlines()[0]}" if again else _explained(error)
         message, code = f"error: rank {place.rank}: {text}", 1
+    _ignore_signals()  # one that comes now would be an exception outside of this frame
     if _answer(lambda: _speaks_first(world, place), True):
         _to_terminal(message)
     note(RETRY if again else code, place.local_size)
     sys.stdout.flush()
     if together and world:
-        _ignore_signals()  # it is about to end
         _answer(lambda: _end_together(world), None, 5.0)
     # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
     os._exit(code)

@@ -108,6 +108,20 @@ def mistake(world: World, args: Args) -> None:
     raise UserError("--colour: not a colour")
 
 
+def late(world: World, args: Args) -> None:
+    """A signal comes when all ranks are already about to end."""
+
+    speaks_first = distributed._speaks_first
+
+    def signalled(world: World | None, place: Place, busy: bool = False) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return speaks_first(world, place, busy)
+
+    distributed._speaks_first = signalled  # ty: ignore[invalid-assignment]
+    raise UserError("--colour: not a colour")
+
+
 def disagree(world: World, args: Args) -> None:
     """Ranks that hold different values stop."""
     assert agree(world, 7, "the answer") == 7
@@ -266,6 +280,7 @@ JOBS = {
     "first": first,
     "first_fails": first,
     "mistake": mistake,
+    "late": late,
     "disagree": disagree,
     "raises": raises,
     "greedy": greedy,
