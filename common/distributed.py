@@ -418,7 +418,7 @@ def taking_part(place: Place, local_rank: int) -> Generator[World]:
 
     A user's mistake and an unexpected exception are printed by the first rank that meets them, once for the job.
     After an exception the process ends with exit code 1, without waiting for the others; after a mistake, which mostly
-    all ranks meet, with 2, and after signal n with 128 + n, together with them.
+    all ranks meet, with 2, and after signal n in training, at which all stop, with 128 + n, together with them.
     """
     place = place.worker(local_rank)
     end_with_parent(agent=place.launcher == "torchrun")

@@ -83,7 +83,7 @@ def first(world: World, args: Args) -> None:
             raise UserError("the download failed")
 
 
-class Late(dist.Store):
+class SlowStore(dist.Store):
     """The store of a rank that reads its peers' addresses when they have long read its own."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -103,14 +103,13 @@ class Late(dist.Store):
 
 def mistake(world: World, args: Args) -> None:
     """All ranks meet a mistake of the user; the last one is still connecting when the others do."""
-    store = Late(world.store) if world.rank == world.size - 1 else world.store
+    store = SlowStore(world.store) if world.rank == world.size - 1 else world.store
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=world.timeout)
     raise UserError("--colour: not a colour")
 
 
-def late(world: World, args: Args) -> None:
+def signalled_at_its_end(world: World, args: Args) -> None:
     """A signal comes when all ranks are already about to end."""
-
     speaks_first = distributed._speaks_first
 
     def signalled(world: World | None, place: Place, busy: bool = False) -> bool:
@@ -280,7 +279,7 @@ JOBS = {
     "first": first,
     "first_fails": first,
     "mistake": mistake,
-    "late": late,
+    "signalled_at_its_end": signalled_at_its_end,
     "disagree": disagree,
     "raises": raises,
     "greedy": greedy,

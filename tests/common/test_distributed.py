@@ -73,7 +73,7 @@ def test_a_failure_of_the_first_reaches_all(programs: Programs, tmp_path: Path) 
     assert done.stderr == "error: the download failed\n"
 
 
-@pytest.mark.parametrize(("job", "nproc"), [("mistake", 2), ("mistake", 4), ("late", 2)])
+@pytest.mark.parametrize(("job", "nproc"), [("mistake", 2), ("mistake", 4), ("signalled_at_its_end", 2)])
 def test_a_mistake_that_all_meet_is_one_line(programs: Programs, job: str, nproc: int) -> None:
     """Also while one of them is still connecting (gloo would have it that the others are gone), and with a signal."""
     done = programs.run(*JOBS, job, "--nproc", nproc, code=2)
