@@ -1,1 +1,11 @@
-"""The package that the examples share: everything that is not what an example is named after."""
+"""What the examples share, in four rooms. Imports go one way: launch <- train <- data <- images.
+
+| room | what it offers |
+|---|---|
+| `launch` | from a command to ranks: flags, launchers, rendezvous, signals, exit codes |
+| `train` | what surrounds a training loop: `Run`, checkpoints, evaluation, precision |
+| `data` | the files of MNIST's format, samplers, loaders, a small model |
+| `images` | folders of images: found, decoded, cached, drawn |
+
+`doctor` is a program: the preflight of a machine or a job.
+"""

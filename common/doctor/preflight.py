@@ -1,0 +1,97 @@
+"""Preflight of a machine, a container or a whole job: what would fail, and what to do about it.
+
+    python -m common.doctor                                      # this machine, one process
+    python -m common.doctor --nproc 2 --out runs --data DIR      # may two processes write, and read?
+    torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m common.doctor
+    python -m common.doctor --json                               # for programs
+
+Exit code 0 if nothing would fail (there may be warnings), 1 if something would, 2 after a mistake
+in the flags.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from common.doctor.args import Args
+from common.doctor.findings import Check, Finding, Here
+from common.doctor.job import TOGETHER
+from common.doctor.machine import ALONE
+from common.launch.collectives import broadcast_object, gather_objects
+from common.launch.device import choose_device
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.rendezvous import JOB
+from common.launch.spawn import launch
+
+
+def main(place: Place, args: Args) -> None:
+    """Examine every process of the job."""
+    launch(main_worker, place, args)
+
+
+@record
+def main_worker(local_rank: int, place: Place, args: Args) -> None:
+    """Examine one process by itself, then all of them together."""
+    place.export(local_rank)
+    device, backend = choose_device(args.launch, local_rank)
+    here, broken = Here(args, place, device, backend), ""
+    try:
+        dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
+    except (RuntimeError, ValueError) as error:
+        broken = first_line(error)
+    mine = examine(ALONE, here)
+    if broken:  # what this process knows is all that can be said
+        remedy = "see the findings above, the host name and the interfaces first"
+        show([[*mine, Finding("process group", "error", broken, remedy)]], here)
+        sys.exit(1)
+    everybody = gather_objects(mine + examine(TOGETHER, here))
+    healthy = broadcast_object(lambda: show(everybody, here))
+    dist.destroy_process_group()
+    if not healthy:
+        sys.exit(1)
+
+
+def examine(checks: Mapping[str, Check], here: Here) -> list[Finding]:
+    """The findings of some checks; one that fails is a finding, too, and does not end the others."""
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            findings += check(here)
+        except (OSError, RuntimeError, ValueError) as error:
+            remedy = "this check failed: see the message"
+            findings.append(Finding(name, "error", first_line(error), remedy))
+    return findings
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def show(everybody: list[list[Finding]], here: Here) -> bool:
+    """Print the findings, equal ones of several ranks once; false if one of them is an error."""
+    merged: dict[Finding, list[int]] = {}
+    for rank, findings in enumerate(everybody):
+        for finding in findings:
+            merged.setdefault(finding, []).append(rank)
+    size = here.place.world_size
+    errors, warnings = (sum(f.state == state for f in merged) for state in ("error", "warning"))
+    if here.args.json:
+        place = here.place
+        head = {"world_size": size, "nodes": place.num_nodes, "launcher": place.launcher}
+        count = {"errors": errors, "warnings": warnings}
+        found = [asdict(finding) | {"ranks": ranks} for finding, ranks in merged.items()]
+        print(json.dumps({**head, **count, "findings": found}, indent=2))
+    else:
+        for finding, ranks in merged.items():
+            who = "" if len(ranks) == size else f" (rank {', '.join(map(str, ranks))})"
+            print(f"{finding.state:8}{finding.check}{who}: {finding.found}")
+            if finding.remedy:
+                print(f"{'':8}-> {finding.remedy}")
+        print(f"{errors} error(s), {warnings} warning(s), world size {size}")
+    sys.stdout.flush()
+    return not errors

@@ -1,0 +1,154 @@
+"""Files to pixels. Of a JPEG only the wanted region is decoded, which is most of the speed.
+
+nvimgcodec decodes a region without computing the rest of the image. It has no wheel for macOS:
+there, Pillow decodes the whole image. In both cases, a region has the pixels that it has as a part
+of the whole image.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import tempfile
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+FOUND = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec")
+DECODER = "nvimgcodec" if FOUND else "Pillow"
+
+Box = tuple[int, int, int, int]
+"""Top, left, height, width."""
+Pixels = NDArray[np.uint8]
+"""[H, W, 3], RGB."""
+
+
+class BrokenImageError(ValueError):
+    """A file that is not an image, or not complete."""
+
+
+def dimensions(content: bytes) -> tuple[int, int]:
+    """Height and width of an encoded image; its orientation tag is ignored, as by torchvision.
+
+    Raises:
+        BrokenImageError: it is not an image, or a JPEG that ends early.
+    """
+    header = _jpeg_header(content)
+    if header:
+        return header[:2]
+    with _opened(content) as image:
+        return image.height, image.width
+
+
+def decode(content: bytes, box: Box) -> Pixels:
+    """Decode a region of an image to RGB.
+
+    Args:
+        content: a file of any format that Pillow knows; of a JPEG, only the region is decoded.
+        box: the region.
+
+    Returns:
+        [height, width, 3].
+
+    Raises:
+        BrokenImageError: it is not an image, or not complete.
+    """
+    top, left, rows, columns = box
+    header = _jpeg_header(content)
+    # CMYK (4 components): libraries differ in how they convert it, and Pillow is the reference.
+    if header is None or header[2] == 4 or DECODER == "Pillow":
+        with _opened(content) as image:
+            try:
+                whole = np.asarray(image.convert("RGB"))
+            except (OSError, SyntaxError, ValueError) as error:
+                raise BrokenImageError(str(error)) from None
+        return whole[top : top + rows, left : left + columns]
+    library, decoder, parameters = _decoders.get()
+    region = library.Region(top, left, top + rows, left + columns)
+    stream = library.CodeStream(content).get_sub_code_stream(region=region)
+    decoded = decoder.decode(stream, params=parameters)
+    if decoded is None:
+        raise BrokenImageError("its JPEG data are damaged")
+    return np.asarray(decoded)
+
+
+def _jpeg_header(content: bytes) -> tuple[int, int, int] | None:
+    """Height, width and components of a JPEG (ITU-T T.81, annex B); None for another format.
+
+    Raises:
+        BrokenImageError: it ends before its end marker: decoders would fill the rest with grey.
+    """
+    if not content.startswith(b"\xff\xd8\xff"):
+        return None
+    position, size = 2, (0, 0, 0)
+    while content[position : position + 1] == b"\xff" and position + 9 < len(content):
+        marker = content[position + 1]
+        if marker == 0xFF:  # padding
+            position += 1
+            continue
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # start of frame
+            rows = int.from_bytes(content[position + 5 : position + 7])
+            columns = int.from_bytes(content[position + 7 : position + 9])
+            size = rows, columns, content[position + 9]
+        if marker == 0xDA:  # the pixels follow: a marker in them can only be a real one
+            if min(size) == 0:
+                break
+            if content.rfind(b"\xff\xd9", position) == -1:
+                raise BrokenImageError("it is truncated")
+            return size
+        position += 2 + int.from_bytes(content[position + 2 : position + 4])
+    raise BrokenImageError("it is truncated or damaged: a JPEG without pixels")
+
+
+def _opened(content: bytes) -> Image.Image:
+    if not content:
+        raise BrokenImageError("it is empty")
+    try:
+        return Image.open(io.BytesIO(content))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        raise BrokenImageError("it is no image") from None
+
+
+class _Decoders(threading.local):
+    """A decoder per thread and process: it has threads, which a forked process does not inherit."""
+
+    made_in = 0
+    made: tuple[Any, Any, Any] = (None, None, None)
+
+    def get(self) -> tuple[Any, Any, Any]:
+        """The library, a decoder, its parameters."""
+        if self.made_in != os.getpid():
+            with _quiet():  # it reports missing GPU libraries, which are not needed here
+                nvimgcodec: Any = importlib.import_module("nvidia.nvimgcodec")
+                parameters = nvimgcodec.DecodeParams(apply_exif_orientation=False)
+                decoder = nvimgcodec.Decoder(
+                    device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
+                    max_num_cpu_threads=1,
+                    backends=[nvimgcodec.Backend(nvimgcodec.CPU_ONLY)],
+                    # so that a region has the same pixels as in the whole image
+                    options=":fancy_upsampling=0",
+                )
+            self.made, self.made_in = (nvimgcodec, decoder, parameters), os.getpid()
+        return self.made
+
+
+_decoders = _Decoders()
+_stderr = threading.Lock()
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Send what native code writes to standard error to a file that nobody reads."""
+    with _stderr, tempfile.TemporaryFile() as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

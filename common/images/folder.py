@@ -1,0 +1,220 @@
+"""A folder of images as a dataset that loads a whole batch at once.
+
+Three things make it fast: of a JPEG only the cropped region is decoded, it is resized once,
+straight to its final size, and pixels stay bytes until the batch is on the device (`loader`).
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+from common.data.samplers import indices_of
+from common.images.cache import PixelCache
+from common.images.crop import middle, random_crop, resize
+from common.images.decode import Box, BrokenImageError, Pixels, decode, dimensions
+from common.launch.errors import UserError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loader worker sends: bytes, which are a quarter of floats."""
+
+    images: Tensor
+    """[B, 3, size, size], uint8, in channels-last order."""
+    labels: Tensor
+    """[B], int64."""
+    indices: Tensor
+    """[B], int64: which samples of the dataset."""
+    broken: list[str]
+    """Why a sample was replaced by its successor, if any was."""
+
+    def pin_memory(self) -> "Batch":
+        """The same in page-locked memory, from which a GPU copies by itself (for DataLoader)."""
+        images, labels = self.images.pin_memory(), self.labels.pin_memory()
+        return Batch(images, labels, self.indices, self.broken)
+
+
+class ImageFolder(Dataset[Batch]):
+    """The images of `root/<class>/**` in torchvision's order, without macOS's `._*` companions.
+
+    Attributes:
+        labels: numbers of the classes, [N].
+        classes: their names.
+        cache: decoded pixels, if any.
+
+    Args:
+        root: the folder.
+        size: height and width of the images in a batch, in pixels.
+        training: random crops and flips; otherwise the middle.
+        seed: of everything random.
+        skip_broken: replace a broken image by the next one that is not, instead of raising.
+        cache: decoded pixels.
+        classes: the names in the order of their numbers; by default those of the folders, sorted.
+
+    Raises:
+        UserError: there is no such folder, or it holds no class, another class, or no image.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        size: int,
+        training: bool,
+        seed: int = 0,
+        skip_broken: bool = False,
+        cache: PixelCache | None = None,
+        classes: Sequence[str] = (),
+    ) -> None:
+        self.root, self.size, self.training, self.seed = root, size, training, seed
+        self.skip_broken, self.cache = skip_broken, cache
+        try:
+            here, _ = find_classes(str(root))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(
+                f"{root} must be a folder with one folder of images per class: CLASS/*.jpg"
+            ) from None
+        self.classes = list(classes or here)
+        if unknown := sorted(set(here) - set(self.classes)):
+            raise UserError(
+                f"{root / unknown[0]}: the training set has no such class, "
+                f"it has {', '.join(self.classes[:5])} ..."
+            )
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        found = make_dataset(str(root), numbers, is_valid_file=_is_image, allow_empty=True)
+        if not found:
+            raise UserError(
+                f"{root} holds no image in its {len(here)} folders ({', '.join(IMG_EXTENSIONS)})"
+            )
+        self.labels: NDArray[np.int64] = np.array([label for _, label in found])
+        # An array: forked workers share its memory. The reference counts of a list of strings would
+        # be written to, and so copied page by page.
+        self._files = np.array([os.fsencode(os.path.relpath(path, root)) for path, _ in found])
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.labels)
+
+    def file(self, index: int) -> Path:
+        """The path of an image."""
+        return self.root / os.fsdecode(bytes(self._files[index]))
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of all images, relative to the root."""
+        return [os.fsdecode(bytes(name)) for name in self._files]
+
+    @property
+    def digest(self) -> str:
+        """Of the names and classes of all images."""
+        return hashlib.sha256(self._files.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+
+    def mistake(self, index: int, error: Exception) -> UserError:
+        """What to tell the user about a broken image."""
+        return UserError(
+            f"{self.file(index)} cannot be used ({error}): "
+            f"remove or replace it, or give --skip-broken"
+        )
+
+    def pixels(self, index: int) -> Pixels:
+        """A whole image, decoded: [H, W, 3].
+
+        Raises:
+            BrokenImageError: it is broken.
+        """
+        content = self.file(index).read_bytes()
+        return decode(content, (0, 0, *dimensions(content)))
+
+    def __getitems__(self, keys: Sequence[Any]) -> Batch:
+        """A batch at once.
+
+        Args:
+            keys: B indices, or for training B pairs (epoch, index).
+
+        Raises:
+            UserError: an image is broken; with `skip_broken`, all are.
+        """
+        images = np.empty((len(keys), self.size, self.size, 3), np.uint8)  # [B, size, size, 3]
+        labels = np.empty(len(keys), np.int64)
+        broken: list[str] = []
+        for row, key in enumerate(keys):
+            epoch, index = key if isinstance(key, tuple) else (0, key)
+            images[row], labels[row] = self._load_or_next(epoch, index, broken)
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+        return Batch(pixels, torch.from_numpy(labels), indices_of(keys), broken)
+
+    def _load_or_next(self, epoch: int, index: int, broken: list[str]) -> tuple[Pixels, int]:
+        """An image and its label, or those of the first after it that is not broken."""
+        for successor in range(len(self)):
+            chosen = (index + successor) % len(self)
+            try:
+                return self._load(epoch, chosen), int(self.labels[chosen])
+            except (BrokenImageError, OSError) as error:
+                if not self.skip_broken:
+                    raise self.mistake(chosen, error) from None
+                broken.append(f"{self.file(chosen)} ({error})")
+        raise UserError(f"{self.root}: no image can be read, the last one because of {broken[-1]}")
+
+    def _load(self, epoch: int, index: int) -> Pixels:
+        """One image, cropped, resized and flipped: [size, size, 3]."""
+        if self.cache:
+            whole = self.cache.pixels(index)  # [H, W, 3]
+            if whole is None:
+                raise BrokenImageError("broken when the cache was built")
+            box, flip = self._crop(epoch, index, *whole.shape[:2])
+            top, left, rows, columns = box
+            region = whole[top : top + rows, left : left + columns]
+        else:
+            content = self.file(index).read_bytes()
+            box, flip = self._crop(epoch, index, *dimensions(content))
+            region = decode(content, box)
+        return resize(region, self.size, flip)
+
+    def _crop(self, epoch: int, index: int, height: int, width: int) -> tuple[Box, bool]:
+        """Which part of an image to load, and whether to flip it."""
+        if self.training:
+            return random_crop(self.seed, epoch, index, height, width)
+        return middle(height, width), False
+
+
+class Labelled(Protocol):
+    """A dataset that knows its labels without loading an image."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """[N]."""
+
+
+@dataclass(frozen=True)
+class LabelsOnly(Dataset[Batch]):
+    """The samples of a dataset without their pixels, for the stages of a pipeline that see none.
+
+    Of a dataset that replaces broken images (`skip_broken`), these are not the labels: the
+    replacement's come with its pixels.
+    """
+
+    images: Labelled
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self.images.labels)
+
+    def __getitems__(self, keys: Sequence[Any]) -> Batch:
+        """A batch with images of no pixels, [B, 3, 0, 0]; nothing is read for it."""
+        indices = indices_of(keys)
+        labels = torch.from_numpy(self.images.labels)[indices]
+        return Batch(torch.empty(len(keys), 3, 0, 0, dtype=torch.uint8), labels, indices, [])
+
+
+def _is_image(path: str) -> bool:
+    name = os.path.basename(path)  # noqa: PTH119 - a million times
+    return name.lower().endswith(IMG_EXTENSIONS) and not name.startswith("._")

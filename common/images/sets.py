@@ -1,0 +1,133 @@
+"""Which images a run trains and evaluates on: a user's folder, drawn ones, or synthetic ones."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.images.args import ImageArgs
+from common.images.cache import PixelCache, pixel_cache
+from common.images.decode import DECODER, BrokenImageError, Pixels
+from common.images.folder import ImageFolder
+from common.images.shapes import drawn_images
+from common.images.synthetic import SyntheticImages
+from common.launch.collectives import print0
+from common.launch.device import core_share
+
+Images = ImageFolder | SyntheticImages
+
+
+@dataclass(frozen=True)
+class ImageSets:
+    """What to train on and what to evaluate on."""
+
+    name: str
+    train: Images
+    val: Images
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+        return list(self.train.classes)
+
+    @property
+    def size(self) -> int:
+        """Height and width, in pixels."""
+        return self.train.size
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What result.json says about the data."""
+        return {
+            "dataset": self.name,
+            "train_samples": len(self.train),
+            "eval_samples": len(self.val),
+            "classes": len(self.classes),
+            "image_size": self.size,
+        }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to be resumed: the samples, wherever they lie."""
+        return {
+            "train_samples": len(self.train),
+            "classes": len(self.classes),
+            "image_size": self.size,
+            "files": self.train.digest,
+        }
+
+    def __str__(self) -> str:
+        """The name, the numbers of images and classes, the size and how the images are read."""
+        decoder = "" if isinstance(self.train, SyntheticImages) else f", decoded by {DECODER}"
+        return (
+            f"{self.name} ({len(self.train)} train, {len(self.val)} val, {len(self.classes)} "
+            f"classes, {self.size} px{decoder}{', cached' if self.train.cache else ''})"
+        )
+
+
+def load_images(args: ImageArgs, seed: int, out: Path) -> ImageSets:
+    """Find, draw or make up the images that the flags name.
+
+    Every rank calls this: one process per node draws while the others wait, and all ranks together
+    fill the cache.
+
+    Args:
+        args: the flags.
+        seed: of crops, or of synthetic images.
+        out: where drawn images go, in a folder `images`.
+
+    Raises:
+        UserError: there is no such folder, or it does not hold what it must.
+    """
+    if args.dummy:
+        return synthetic_images(args.dummy_images, args.size, seed)
+    folder = args.directory or drawn_images(out / "images")
+    return image_folders(folder, args.size, seed, args.skip_broken, args.cache)
+
+
+def image_folders(
+    directory: Path, size: int, seed: int, skip_broken: bool = False, cache: Path | None = None
+) -> ImageSets:
+    """The images of `directory/train` and `directory/val`.
+
+    Every rank calls this: all ranks together fill the cache.
+
+    Args:
+        directory: the folder.
+        size: height and width to which images are cropped and resized, in pixels.
+        seed: of the crops.
+        skip_broken: replace broken images instead of raising.
+        cache: folder of decoded pixels, which are added where they are missing.
+
+    Raises:
+        UserError: a folder is missing or empty, or `val` has a class that `train` does not have.
+    """
+    train = ImageFolder(directory / "train", size, True, seed, skip_broken)
+    val = ImageFolder(directory / "val", size, False, 0, skip_broken, classes=train.classes)
+    if cache:
+        for part in (train, val):
+            part.cache = _filled_cache(part, cache)
+    return ImageSets(str(directory), train, val)
+
+
+def synthetic_images(count: int, size: int, seed: int) -> ImageSets:
+    """Made-up images of 10 classes: `count` to train on, a fifth of it to evaluate on."""
+    train, val = (SyntheticImages(number, size, 10, seed) for number in (count, -(-count // 5)))
+    return ImageSets("synthetic images", train, val)
+
+
+def _filled_cache(images: ImageFolder, directory: Path) -> PixelCache:
+    def pixels(index: int) -> Pixels | None:
+        try:
+            return images.pixels(index)
+        except (BrokenImageError, OSError) as error:
+            if images.skip_broken:
+                return None
+            raise images.mistake(index, error) from None
+
+    started = time.monotonic()
+    cache, decoded = pixel_cache(directory, images.root, images.names, pixels, core_share())
+    seconds = time.monotonic() - started
+    done = f"{decoded} decoded in {seconds:.1f} s by rank 0" if decoded else "all there already"
+    print0(f"cache {cache.folder}: {len(images)} images, {done}")
+    return cache

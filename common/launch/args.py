@@ -1,0 +1,191 @@
+"""The front door: flags in, a place in the job out, and only then torch.
+
+`--help` and typing errors answer in a fraction of a second because torch, which takes seconds to
+import, is not imported here.
+"""
+
+import ast
+import atexit
+import contextlib
+import gc
+import importlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import tyro
+
+from common.launch.errors import UserError, note
+from common.launch.flags import Launch
+from common.launch.resolve import resolve
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+# DistributedDataParallel imports torch._dynamo, another second, when it wraps a model.
+PRELOADED = ("common.launch.record", "common.train.run", "common.data.idx", "torch._dynamo")
+
+
+class HasLaunch(Protocol):
+    """Flags that include those of `Launch`."""
+
+    @property
+    def launch(self) -> Launch:
+        """The flags about processes."""
+
+
+Args = TypeVar("Args")
+
+
+def start(cls: type[HasLaunch], target: str, preload: Sequence[str] = ()) -> NoReturn:
+    """Run a program: read its flags, decide the place, call `target(place, args)`, and exit.
+
+    Args:
+        cls: the flags, with a field `launch`.
+        target: `package.module:function`. The module's docstring describes the program in
+            `--help`; it is imported after the flags have been checked.
+        preload: modules, besides those of every program, that take long to import and that all
+            spawned workers need.
+
+    Raises:
+        SystemExit: as `parse`.
+    """
+    outcome = {"code": 1}
+    atexit.register(_leave, outcome)  # the first that is registered runs last
+    # Importing torch and scikit-learn makes a million objects and no garbage: looking for it
+    # costs 0.7 of 3 seconds.
+    gc.set_threshold(100_000, 50, 50)
+    # A stop during imports needs no traceback. Not sys.exit: Python's compiler drops it.
+    for signum in STOPPING:
+        signal.signal(signum, lambda number, _: os._exit(128 + number))
+    try:
+        _run(cls, *target.split(":"), preload)
+        outcome["code"] = 0
+    except SystemExit as stop:
+        outcome["code"] = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    sys.exit(outcome["code"])
+
+
+def _leave(outcome: dict[str, int]) -> None:
+    """End this process now that all else is done.
+
+    Taking the interpreter down frees a million objects one by one, which takes 2 s.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(outcome["code"])
+
+
+def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -> None:
+    args: Any = parse(cls, description=_docstring(module))
+    try:
+        place = resolve(args.launch, os.environ, _cuda_devices)
+    except UserError as error:
+        fail(error)
+    if not place.launched:
+        # `python -m examples.NAME.train`: workers run their main module again, and say so if it
+        # has been imported before.
+        main = sys.modules["__main__"].__spec__
+        target = [] if main is not None and main.name == module else [module]
+        _start_fork_server([*PRELOADED, *target, *preload])
+    # By name: a function of `__main__` could not be found by the processes that it spawns.
+    function = getattr(importlib.import_module(module), name)
+    spawn = importlib.import_module("common.launch.spawn")  # with torch, so not on top
+    with spawn.hosted(place) as here:
+        function(here, args)
+
+
+def _docstring(module: str) -> str | None:
+    """The docstring of a module that is not imported yet."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    return ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
+
+
+def _cuda_devices() -> int:
+    """The CUDA devices of this machine."""
+    import torch  # seconds, which only --multiprocessing-distributed and PET_* have to pay here
+
+    return torch.cuda.device_count()
+
+
+def _start_fork_server(modules: list[str]) -> None:
+    """Start the server from which workers are forked; it imports torch while this process does.
+
+    Costs one process; saves every worker the seconds of `import torch`. Importing does not
+    initialise CUDA, so workers may use it; a fork after its initialisation could not.
+    """
+    multiprocessing.set_forkserver_preload(modules)
+    resource_tracker.ensure_running()  # here, because it opens the signal mask
+    # Ctrl-C, `timeout` and SLURM signal all processes: this one and the ranks react, the server
+    # is needed to the end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+
+def parse(
+    cls: type[Args], argv: Sequence[str] | None = None, description: str | None = None
+) -> Args:
+    """Read the flags of `cls` (a frozen dataclass with a docstring under each field).
+
+    Args:
+        cls: the dataclass; a nested one adds its own flags without a prefix.
+        argv: the words to read; by default those of the command line.
+        description: the text above the flags in `--help`; by default the docstring of `cls`.
+
+    Raises:
+        SystemExit: code 2 with one line on standard error (from one process only, when a launcher
+            started several), code 0 after `--help`.
+    """
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            return tyro.cli(
+                cls, args=argv, description=description, config=(tyro.conf.FlagCreatePairsOff,)
+            )
+    except UserError as error:  # raised by the __post_init__ of the dataclasses
+        fail(error)
+    except SystemExit as stop:
+        if stop.code != 0:
+            fail(UserError(f"{one_line(captured.getvalue())} (--help lists the flags)"))
+        raise
+
+
+def fail(error: UserError) -> NoReturn:
+    """Print the error once for the whole job and end this process with exit code 2."""
+    if may_speak(os.environ):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    note(2)
+    raise SystemExit(2)
+
+
+def may_speak(env: Mapping[str, str]) -> bool:
+    """Whether this process reports, judged before any process group exists; in doubt, it does."""
+    launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= env.keys()
+    names = ("RANK", "WORLD_SIZE") if launched else ("SLURM_PROCID", "SLURM_NTASKS")
+    rank, size = (env.get(name, "") for name in names)
+    return not (rank.isdigit() and size.isdigit() and 0 < int(rank) < int(size))
+
+
+def one_line(box: str) -> str:
+    """The message inside the box that tyro draws, up to its first ruler, as one line."""
+    # On a terminal the box has colours.
+    colours_and_frame = r"\x1b\[[0-9;]*m|[│╭╮╰╯]"
+    lines = [re.sub(colours_and_frame, "", line).strip() for line in box.splitlines()]
+    text: list[str] = []
+    for line in lines[1:]:
+        if line.startswith("──"):
+            break
+        text.append(line)
+    suggestion = re.search(r"Perhaps you meant:\s*(\S.*)", "\n".join(lines))
+    hint = ""
+    if suggestion:
+        hint = f"; perhaps you meant {suggestion[1].split(', ')[-1].split()[0]}"
+    return " ".join(text).rstrip(".") + hint

@@ -1,0 +1,114 @@
+"""The flags that every program has, and what flags are checked with. No torch here."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Literal, get_type_hints
+
+from tyro.conf import arg
+
+from common.launch.errors import UserError
+
+MAY_CHANGE = "may change"
+"""In a flag's `Annotated`: a resumed run may have another value. All other flags are compared."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Processes: who starts them, and how they find each other."""
+
+    nproc: Annotated[int | None, arg(metavar="N"), MAY_CHANGE] = None
+    """Processes to start on this machine (default: 1)."""
+    multiprocessing_distributed: Annotated[bool, MAY_CHANGE] = False
+    """Start one process per device of this machine (on a CPU: one)."""
+    world_size: Annotated[int, arg(metavar="NODES"), MAY_CHANGE] = -1
+    """Nodes in the job, each started by hand with the same --dist-url (-1: WORLD_SIZE, else 1)."""
+    rank: Annotated[int, arg(metavar="NODE"), MAY_CHANGE] = -1
+    """Number of this node, from 0 (-1: from RANK, else 0)."""
+    dist_url: Annotated[str | None, arg(metavar="URL"), MAY_CHANGE] = None
+    """Where nodes meet: tcp://HOST:PORT of node 0, or env:// for MASTER_ADDR and MASTER_PORT."""
+    dist_backend: Annotated[Literal["auto", "nccl", "gloo"], MAY_CHANGE] = "auto"
+    """Backend of the collectives; auto is nccl on CUDA devices and gloo on the CPU."""
+    device: Annotated[Literal["auto", "cuda", "cpu"], MAY_CHANGE] = "auto"
+    """Device to train on; auto is CUDA when there is a device."""
+    gpu: Annotated[int | None, arg(metavar="N"), MAY_CHANGE] = None
+    """The one CUDA device to use, for a single process (default: that of the local rank)."""
+    no_accel: Annotated[bool, MAY_CHANGE] = False
+    """The same as --device cpu."""
+    timeout: Annotated[float, arg(metavar="SECONDS"), MAY_CHANGE] = 120.0
+    """Longest wait for another process, in seconds, before the run ends with an error."""
+    threads: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 0
+    """CPU threads per process; 0 shares the cores of a machine among the processes on it."""
+
+    def __post_init__(self) -> None:
+        if self.nproc is not None and self.nproc < 1:
+            raise UserError(f"--nproc {self.nproc}: at least 1 process is needed")
+        if self.world_size != -1 and self.world_size < 1:
+            raise UserError(f"--world-size {self.world_size}: the number of nodes is at least 1")
+        if self.rank < -1:
+            raise UserError(f"--rank {self.rank}: nodes are numbered from 0")
+        if self.no_accel and (self.device == "cuda" or self.gpu is not None):
+            raise UserError("--no-accel contradicts --device cuda and --gpu: leave one out")
+        if self.gpu is not None and ((self.nproc or 1) > 1 or self.multiprocessing_distributed):
+            raise UserError(
+                f"--gpu {self.gpu} is for a single process; "
+                f"CUDA_VISIBLE_DEVICES chooses devices for several"
+            )
+        if self.timeout <= 0:
+            raise UserError(f"--timeout {self.timeout:g}: give a positive number of seconds")
+        if self.threads < 0:
+            raise UserError(
+                f"--threads {self.threads}: give a positive number, or 0 to share the cores"
+            )
+        if self.dist_backend == "nccl" and (self.device == "cpu" or self.no_accel):
+            raise UserError(
+                "--dist-backend nccl --device cpu: nccl moves CUDA tensors only; "
+                "use gloo on the CPU"
+            )
+
+    @property
+    def patience(self) -> timedelta:
+        """The longest wait for another process: what `init_process_group` takes as `timeout`."""
+        return timedelta(seconds=self.timeout)
+
+
+def at_least(least: int, **values: float | None) -> None:
+    """Check flags (by their field names) against a lower bound.
+
+    None, a default still to be chosen, passes; not-a-number does not.
+
+    Raises:
+        UserError: a flag is below the bound.
+    """
+    for name, value in values.items():
+        if value is not None and not least <= value < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+
+
+def share(**values: float) -> None:
+    """Check flags (by their field names) that are shares: from 0 to below 1.
+
+    Raises:
+        UserError: a flag is not a share.
+    """
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give a number from 0 to below 1")
+
+
+def fixed_flags(args: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of the flags that a resumed run must have like the run before it.
+
+    A new flag is one of them unless its type says `MAY_CHANGE`, so that none can be forgotten.
+
+    Args:
+        args: an instance of a flag class; nested flag classes are included.
+    """
+    hints = get_type_hints(type(args), include_extras=True)
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if is_dataclass(value):
+            yield from fixed_flags(value)
+        elif MAY_CHANGE not in getattr(hints[field.name], "__metadata__", ()):
+            yield field.name, value if isinstance(value, (int, float, bool)) else str(value)

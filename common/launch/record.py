@@ -1,0 +1,164 @@
+"""`@record`, the frame around the work of one rank: a clean end in every case.
+
+It has the name and the place of torch's `torch.distributed.elastic.multiprocessing.errors.record`,
+and does more: an error is one line for the whole job, a signal is answered, and the exit code says
+what happened.
+"""
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import ParamSpec, TypeVar
+
+from common.launch import last_words, place, rendezvous
+from common.launch.args import STOPPING
+from common.launch.console import to_terminal
+from common.launch.errors import RETRY, Absent, Lost, Stopped, UserError, note
+from common.launch.parent import end_with_parent
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+# What backends' errors say when another process died, or was silent for longer than --timeout.
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "timeout caused pair closure",
+)
+# What else can be said in a line: words of the error's message, and what to do.
+REMEDIES = {
+    "shared memory": "more shared memory (a container's --shm-size), or --workers 0",
+    "DataLoader worker (pid": "more memory, or --workers 0",
+    "out of memory": "a smaller --batch-size, or more processes",
+    "allocate memory": "a smaller --batch-size, or more processes",
+}
+OUTSIDE = "outside of training, nothing to save"
+
+
+def record(main_worker: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
+    """Decorate a rank's main function.
+
+    A user's mistake and an unexpected exception are printed by the first rank that meets them, once
+    for the job. After an exception the process ends with exit code 1, without waiting for the
+    others; after a mistake, which mostly all ranks meet, with 2; after signal n in training, at
+    which all stop, with 128 + n, together with them.
+    """
+
+    @functools.wraps(main_worker)
+    def recorded(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        # Of torchrun's agent; `multiprocessing` knows its own parent.
+        end_with_parent(agent="TORCHELASTIC_RUN_ID" in os.environ)
+        try:
+            for signum in STOPPING:
+                signal.signal(signum, _stop_now)
+            _stop_without_main_thread()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # one may have come already
+            return main_worker(*args, **kwargs)
+        except UserError as error:
+            _end(f"error: {error}", 2, again=isinstance(error, Absent), together=True)
+        except Stopped as stop:
+            _end(_stopped(stop), 128 + stop.signum, together=str(stop) != OUTSIDE)
+        except Exception as error:
+            _ignore_signals()  # torchrun stops the others while this one asks who has ended
+            lost = isinstance(error, Lost) or any(words in str(error) for words in LOST)
+            text = _lost(error) if lost else _explained(error)
+            _end(f"error: rank {place.current().rank}: {text}", 1, again=lost)
+        raise AssertionError("_end does not return")
+
+    return recorded
+
+
+def _end(message: str, code: int, again: bool = False, together: bool = False) -> None:
+    """Say why, once for the job, and end this process.
+
+    Args:
+        message: for the terminal.
+        code: the exit code.
+        again: whether the cause lies elsewhere, so that starting again may help.
+        together: whether all ranks come to this end.
+    """
+    _ignore_signals()  # one that comes now would be an exception outside of `recorded`
+    if last_words.answer(last_words.speaks_first, True):
+        to_terminal(message)
+    note(RETRY if again else code, place.current().local_world_size)
+    sys.stdout.flush()
+    if together:
+        last_words.answer(last_words.end_together, None, 5.0)
+    # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
+    os._exit(code)
+
+
+def _stop_now(signum: int, _: FrameType | None) -> None:
+    _ignore_signals()  # a terminal's Ctrl-C comes twice: from the terminal, and from the parent
+    raise Stopped(signum, OUTSIDE)
+
+
+def _ignore_signals() -> None:
+    for signum in STOPPING:  # not SIG_IGN: Python would complain of one that a thread just takes
+        signal.signal(signum, lambda *_: None)
+
+
+def _stop_without_main_thread(patience: float = 2.0) -> None:
+    """End this process after a signal that `_stop_now` does not get to see.
+
+    Python runs handlers in the main thread, which may wait in a collective, or for a process that
+    has stopped.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    # A signal to a loader's worker is not for this process.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        while True:
+            signum = os.read(reading, 1)[0]
+            if signum in STOPPING and signal.getsignal(signum) is _stop_now:
+                time.sleep(patience)
+                if signal.getsignal(signum) is _stop_now:
+                    if last_words.answer(lambda: last_words.speaks_first(busy=True), True):
+                        to_terminal(_stopped(Stopped(signum, OUTSIDE)))
+                    note(128 + signum, place.current().local_world_size)
+                    os._exit(128 + signum)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _stopped(stop: Stopped) -> str:
+    return f"stopped by {signal.Signals(stop.signum).name}: {stop}"
+
+
+def _lost(error: Exception) -> str:
+    """One line about another process that ended or fell silent."""
+    where = f" {getattr(error, '__notes__', [''])[0]}".rstrip()
+    here = place.current()
+    cut_off = f"the host of the rendezvous, {here.host}:{here.port}, is gone, too,"
+    who = ""
+    if rendezvous.joined is not None:
+        silent = last_words.answer(lambda: last_words.without_word(cut_off), cut_off)
+        who = f" ({silent}{where})"
+    return f"lost another process{who}: {str(error).splitlines()[0]}"
+
+
+def _explained(error: Exception) -> str:
+    """One line where the cause can be told; else the traceback, for whoever looks for the bug."""
+    text = f"out of memory: {error}" if isinstance(error, MemoryError) else str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    semaphore = isinstance(error, OSError) and Path(frames[-1].filename).match(
+        "multiprocessing/synchronize.py"
+    )
+    if semaphore:  # says "no space left on device", and not where
+        text = f"no shared memory for a semaphore: {error}"
+    for words, remedy in REMEDIES.items():
+        if (isinstance(error, (MemoryError, RuntimeError)) or semaphore) and words in text:
+            line = next(line for line in text.splitlines() if words in line)
+            return f"{line.removeprefix('RuntimeError: ')} (what may help: {remedy})"
+    return traceback.format_exc()

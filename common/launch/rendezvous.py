@@ -1,0 +1,161 @@
+"""How the ranks of a job find each other: `dist.init_process_group(backend, init_method=JOB)`.
+
+`JOB` works like torch's `env://`, from the same variables, and adds four things: a world of one
+opens no socket; a job on one machine listens on loopback only; missing ranks are named when the
+time is up; and ranks that torchrun has restarted do not meet the dead ones of the attempt before.
+"""
+
+import errno
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from common.launch import device, place
+from common.launch.cgroup import machine
+from common.launch.errors import Absent, UserError
+
+JOB = "job://"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+joined: dist.Store | None = None
+"""The store of this process's job, after it has joined."""
+
+
+def listen(port: int, loopback: bool) -> socket.socket:
+    """Bind the socket of the store, on loopback when all processes are on one machine.
+
+    The socket is bound here and handed to the store: a store that binds by itself listens on all
+    interfaces, and a free port that is looked up first can be taken before it is used.
+
+    Raises:
+        UserError: the port is in use.
+    """
+    try:
+        return socket.create_server(("127.0.0.1" if loopback else "", port), backlog=512)
+    except OSError as error:
+        reason = os.strerror(error.errno or errno.EINVAL)
+        raise UserError(
+            f"port {port} cannot be used ({reason}): another job may hold it; "
+            f"choose another port in --dist-url, or leave it out on one machine"
+        ) from None
+
+
+def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """What `init_process_group` calls for `JOB`: yields store, rank and world size."""
+    global joined  # noqa: PLW0603 - torch closes this generator before the group exists
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    me = {
+        "name": secrets.token_hex(8),
+        "size": size,
+        "attempt": int(os.environ.get(RESTARTS, "0")),
+        "machine": machine(),
+    }
+    if place.current().launcher == "plain" and size == 1:
+        store, members = dist.HashStore(), [me]
+    else:
+        store, members = _muster(_store(rank, timeout), me, rank, size, timeout.total_seconds())
+    if size > 1:  # of several nodes, one that came later counts fewer
+        os.environ[RESTARTS] = str(max(member["attempt"] for member in members))
+    neighbours = sum(member["machine"] == me["machine"] for member in members)
+    device.share_cores(place.current(), neighbours)
+    joined = store
+    yield store, rank, size
+
+
+register_rendezvous_handler(JOB.partition(":")[0], _handler)
+
+
+def _store(rank: int, timeout: timedelta) -> dist.Store:
+    """The key-value store at which the processes of a job meet."""
+    loopback = place.current().loopback
+    # Of one node's names, only this is surely listened on.
+    host = "127.0.0.1" if loopback else os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    descriptor = listen(port, loopback).detach() if hosts else None
+    if not hosts:
+        _await_host(host, port, timeout.total_seconds())
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=hosts,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )
+
+
+def _await_host(host: str, port: int, seconds: float) -> None:
+    """Wait until the store's host answers: it may start later, and so may its name in the DNS.
+
+    A store that waits by itself prints tracebacks of C++ while it does.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((host, port), timeout=left).close()
+        except OSError as error:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            raise Absent(
+                f"the first node, {host}:{port}, cannot be reached within {seconds:g} s ({error}): "
+                f"start it, and check its name, the port and the firewall"
+            ) from None
+        return
+
+
+Member = dict[str, Any]
+
+
+def _muster(
+    store: dist.Store, me: Member, rank: int, size: int, seconds: float
+) -> tuple[dist.Store, list[Member]]:
+    """Wait until every rank has come, so that a missing one is named.
+
+    torchrun keeps one store for all its restarts, in which ranks would read the addresses of the
+    dead; and its count of restarts does not name an attempt, because a node that came later counts
+    fewer. So every process introduces itself by a name that nobody had before, rank 0 publishes
+    the roll of the names that it sees, and each rank answers when it finds its own on it. The roll
+    to which all have answered is the world.
+
+    Returns:
+        The part of the store that only this world uses, and the roll, in rank order.
+
+    Raises:
+        Absent: some did not come in time.
+    """
+    hellos = [f"hello/{other}" for other in range(size)]
+    store.set(hellos[rank], json.dumps(me))
+    deadline, pause = time.monotonic() + seconds, 0.002
+    world: dict[str, Any] = {"id": "", "roll": []}
+    while True:
+        if rank == 0 and store.check(hellos):
+            roll = [json.loads(hello) for hello in store.multi_get(hellos)]
+            if roll != world["roll"] and all(member["size"] == size for member in roll):
+                world = {"id": secrets.token_hex(8), "roll": roll}
+                store.set("world", json.dumps(world))
+        elif rank != 0 and store.check(["world"]):
+            world = json.loads(store.get("world"))
+        here = [f"{world['id']}/here/{other}" for other in range(size)]
+        if rank < len(world["roll"]) and world["roll"][rank] == me:
+            store.set(here[rank], "")
+            if store.check(here):
+                return dist.PrefixStore(f"world-{world['id']}", store), world["roll"]
+        if time.monotonic() > deadline:
+            signs = enumerate(here if world["id"] else hellos)
+            missing = [str(other) for other, sign in signs if not store.check([sign])]
+            raise Absent(
+                f"{size - len(missing)} of {size} processes joined within {seconds:g} s; missing: "
+                f"rank {', '.join(missing)}. Start the others, or give a longer --timeout"
+            )
+        time.sleep(pause)
+        pause = min(0.5, 2 * pause)

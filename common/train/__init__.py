@@ -1,0 +1,14 @@
+"""What surrounds a training loop. Nothing here calls the loss, backward or the optimizer.
+
+| module | what it offers |
+|---|---|
+| `run` | `Run`: position, checkpoints, common stop, log, result; `TrainState` |
+| `checkpoint`, `files` | `Checkpoints`, `load_model`; files that are written whole or not at all |
+| `log`, `summary` | console, metrics.jsonl, TensorBoard; result.json, curves.png |
+| `stop` | `Stop`: a common last step after a signal |
+| `ddp` | `warm_up_buckets`, `check_smallest_batch`, `bare` |
+| `checks` | `check_replicas`, `check_seen_once`, `parameter_hash` |
+| `evaluate` | `evaluate`: exact, in dataset order |
+| `precision`, `amp` | the flags about numbers (no torch), `MixedPrecision` |
+| `seed` | random states |
+"""

@@ -1,0 +1,79 @@
+"""Mixed precision: what a run computes with on one device."""
+
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from common.launch.errors import UserError
+from common.train.precision import Precision
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class MixedPrecision:
+    """Precision, memory layout and compiler; `auto` becomes what the device computes natively.
+
+    Args:
+        flags: `--precision`, `--channels-last`, `--compile`, `--deterministic`.
+        device: of this rank.
+
+    Raises:
+        UserError: bf16 on a device that cannot compute it.
+    """
+
+    def __init__(self, flags: Precision, device: torch.device) -> None:
+        native = _native_bf16(device)
+        if flags.precision == "bf16" and device.type == "cuda" and not native:
+            raise UserError(
+                "--precision bf16: this GPU does not compute bfloat16; use --precision fp32"
+            )
+        bf16 = flags.precision == "bf16" or (flags.precision == "auto" and native)
+        self.device = device
+        self.name = "bf16" if bf16 else "fp32"
+        layout = flags.channels_last
+        self.channels_last = bf16 if layout == "auto" else layout == "yes"
+        self.compile = flags.compile
+        self.deterministic = flags.deterministic
+        if self.deterministic:  # the CPU's kernels are repeatable anyway
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.backends.cudnn.deterministic = True
+            torch.backends.cudnn.benchmark = False
+
+    @property
+    def settings(self) -> dict[str, str | bool]:
+        """What must be the same for a run to be resumed exactly."""
+        return {
+            "device": self.device.type,
+            "precision": self.name,
+            "channels_last": self.channels_last,
+            "compile": self.compile,
+        }
+
+    def autocast(self) -> torch.autocast:
+        """A context in which matrix products and convolutions run in the chosen precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.name == "bf16")
+
+    def prepare(self, model: Module) -> Module:
+        """Move a model to the device, in the chosen memory layout."""
+        model = model.to(self.device)
+        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+
+    def compiled(self, model: Module) -> Module:
+        """The model through torch.compile, if that was asked for."""
+        return cast("Module", torch.compile(model)) if self.compile else model
+
+    def to_device(self, images: Tensor) -> Tensor:
+        """Move images [N, C, H, W] to the device, in the chosen layout; other inputs, too."""
+        channels_last = self.channels_last and images.dim() == 4
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        # Not in one step: the host would first make the other layout, in memory that is not pinned.
+        return images.to(self.device, non_blocking=True).contiguous(memory_format=layout)
+
+
+def _native_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 in hardware (emulated, it is slower than float32)."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))

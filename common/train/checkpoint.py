@@ -1,0 +1,202 @@
+"""Checkpoints that survive being interrupted at any moment, and that prove what they hold.
+
+A checkpoint is written beside its place, flushed to the disk and renamed: it is there completely or
+not at all. Its name holds a digest of its content (`checkpoint_files`).
+"""
+
+import io
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.launch.collectives import assert_same_on_all_ranks, print0
+from common.launch.console import warn
+from common.launch.errors import UserError
+from common.launch.place import current
+from common.train.checkpoint_files import Checkpoint, file_name, files, latest, read, step_of
+from common.train.files import write_atomically
+from common.train.seed import random_state, restore_random_state
+
+
+class Stateful(Protocol):
+    """What a checkpoint holds the state of: models, optimizers, schedules."""
+
+    def state_dict(self) -> Any:
+        """The state, as tensors and plain values."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Set the state."""
+
+
+@dataclass
+class Checkpoints:
+    """The checkpoints of a run, written by a thread while training goes on.
+
+    Use as a context manager around the loop: leaving it waits until the last one is on the disk.
+
+    Args:
+        folder: where they lie.
+        parts: what they hold the state of, by name. The random states of all ranks are added.
+        config: the settings that must be the same when the run is resumed.
+        keep: how many stay.
+    """
+
+    folder: Path
+    parts: Mapping[str, Stateful]
+    config: Mapping[str, Any]
+    keep: int = 2
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"), repr=False
+    )
+    _pending: "Future[None] | None" = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            UserError: it could not be written, because the disk is full, for example. The one
+                before stays.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def save(self, progress: Mapping[str, Any]) -> None:
+        """Write a checkpoint. Every rank calls this; rank 0 writes.
+
+        Training waits for the copy of the state in memory only, and for the checkpoint before this
+        one if that is still being written.
+
+        Args:
+            progress: plain values; `step` counts the optimizer steps done so far.
+
+        Raises:
+            UserError: the one before could not be written.
+        """
+        random: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(random, random_state())
+        if dist.get_rank() != 0:
+            return
+        self.wait()
+        state = {name: _copied(part.state_dict()) for name, part in self.parts.items()}
+        state |= {"progress": dict(progress), "config": dict(self.config)}
+        state |= {"world_size": dist.get_world_size(), "random": random}
+        self._pending = self._thread.submit(self._write, progress["step"], state)
+
+    def _write(self, step: int, state: dict[str, Any]) -> None:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        content = buffer.getbuffer()
+        write_atomically(self.folder / file_name(step, content), content)
+        # The newest is the one just written: `load` has moved newer ones aside.
+        for path in files(self.folder)[self.keep :]:
+            path.unlink(missing_ok=True)
+
+    def load(self, resume: str) -> Checkpoint | None:
+        """Set parts and random states from the checkpoint to resume from. Every rank calls this.
+
+        Args:
+            resume: `auto` for the newest valid one of the folder, `no` to start afresh, or a path.
+                Workers that torchrun has restarted go on in any case.
+
+        Returns:
+            The checkpoint, or None to start from the beginning.
+
+        Raises:
+            UserError: damaged, made with other settings, or not the same on all ranks.
+        """
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        if dist.get_rank() == 0:
+            for leftover in self.folder.glob(".*.tmp"):  # of a process killed while it wrote
+                leftover.unlink(missing_ok=True)
+        if resume == "no" and not restarted:
+            _start_afresh(self.folder)
+            return None
+        found = None if resume in ("auto", "no") else read(Path(resume))
+        if found is None or restarted:  # restarted workers have gone on from it, and saved
+            newest = latest(self.folder)
+            if found is None or (newest and newest.step > found.step):
+                found = newest
+        assert_same_on_all_ranks(found.step if found else 0, "the step to resume from")
+        if found is None:
+            print0(f"no checkpoint in {self.folder} yet: starting from the beginning")
+            return None
+        self._compare(found)
+        _set_aside([path for path in files(self.folder) if step_of(path) > found.step])
+        for name, part in self.parts.items():
+            part.load_state_dict(found.state[name])
+        if found.state["world_size"] == dist.get_world_size():
+            restore_random_state(found.state["random"][dist.get_rank()])
+        announce_world(found.state["world_size"])
+        return found
+
+    def _compare(self, found: Checkpoint) -> None:
+        config, made_with = self.config, found.state["config"]
+        others = [
+            f"{name} = {made_with.get(name)}, this run has {config.get(name)}"
+            for name in sorted(config.keys() | made_with.keys())
+            if made_with.get(name) != config.get(name)
+        ]
+        if others:
+            raise UserError(
+                f"checkpoint {found.path} was made with {'; '.join(others)}: "
+                f"give the same flags, or start afresh with another --out"
+            )
+
+
+def announce_world(before: int) -> None:
+    """Say what it means that a run goes on with another number of processes.
+
+    Args:
+        before: how many made the checkpoint.
+    """
+    if before != dist.get_world_size() and dist.get_rank() == 0:
+        warn(
+            f"continuing with {current().num_nodes} node(s), world {before} -> "
+            f"{dist.get_world_size()}: the same samples follow in the same order, but sums are "
+            f"rounded differently and random numbers start anew"
+        )
+
+
+def _copied(state: Any) -> Any:
+    """A copy in the host's memory, which training does not change while it is written."""
+    if isinstance(state, Tensor):
+        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+    if isinstance(state, Mapping):
+        return {name: _copied(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)([_copied(value) for value in state])
+    return state
+
+
+def _start_afresh(folder: Path) -> None:
+    """Move an earlier run's checkpoints aside: among new ones, they would be resumed by mistake."""
+    if dist.get_rank() == 0 and files(folder):
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        print0(f"checkpoints of an earlier run were moved to {aside}")
+    dist.barrier()
+
+
+def _set_aside(newer: list[Path]) -> None:
+    """Rename checkpoints newer than the resumed one, which would win the next time."""
+    for path in newer if dist.get_rank() == 0 else []:
+        path.rename(path.with_name(f"{path.name}.aside"))
+        warn(
+            f"{path} is newer than the checkpoint resumed from; it was renamed to {path.name}.aside"
+        )

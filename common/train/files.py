@@ -1,0 +1,74 @@
+"""Files that are written whole or not at all."""
+
+import contextlib
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+from common.launch.errors import UserError
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Write a file so that after a crash at any moment it is whole, or as it was before.
+
+    Raises:
+        UserError: it cannot be written; nothing is left of the attempt.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name, too, is on the disk only now
+        finally:
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise unwritable(path, error.strerror, len(content)) from None
+
+
+@contextlib.contextmanager
+def writing(path: Path, needed: int = 0) -> Generator[None]:
+    """Say in one line what the disk does not take.
+
+    Args:
+        path: the file.
+        needed: bytes to be written.
+
+    Raises:
+        UserError: the body met an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(path, error.strerror, needed) from None
+
+
+def unwritable(path: Path, reason: str | None, needed: int) -> UserError:
+    """The error for a file that the disk does not take."""
+    folder = next((folder for folder in path.parents if folder.exists()), Path())
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    return UserError(f"{path} cannot be written ({reason}): {needed:,} bytes needed, {free:,} free")
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """Make a folder, and see that files can be written in it.
+
+    Raises:
+        UserError: they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"{flag} {folder} cannot be written ({error.strerror}): choose another folder"
+        ) from None

@@ -1,0 +1,162 @@
+"""Loaders: a rank's share of a batch, the rest of an epoch, and worker processes.
+
+Nothing here communicates.
+"""
+
+import functools
+import gc
+import multiprocessing
+import re
+import signal
+from collections.abc import Iterable, Iterator
+from multiprocessing import util
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from common.launch.device import core_share
+from common.launch.errors import UserError
+from common.launch.place import current
+from common.train.seed import random_state, restore_random_state, seed_loader_worker
+
+Item = TypeVar("Item")
+
+
+def local_samples(batch_samples: int, rank: int, world_size: int) -> int:
+    """How many of a global batch's samples a rank gets, the padding not counted."""
+    return len(range(rank, batch_samples, world_size))
+
+
+def local_batch(batch_size: int, parts: int | None = None, what: str | None = None) -> int:
+    """The samples in each of the equal parts of a global batch.
+
+    Args:
+        batch_size: the flag of this name: samples in a global batch.
+        parts: how many parts; by default the world size.
+        what: the parts in words, for the message; by default "N ranks".
+
+    Raises:
+        UserError: the number of parts does not divide the batch.
+    """
+    parts = dist.get_world_size() if parts is None else parts
+    if batch_size < 1 or batch_size % parts:
+        nearest = max(1, round(batch_size / parts)) * parts
+        raise UserError(
+            f"--batch-size {batch_size} (global) cannot be divided by {what or f'{parts} ranks'}; "
+            f"use {nearest}, for example"
+        )
+    return batch_size // parts
+
+
+def rest_of_epoch(
+    loader: Any, position: tuple[int, int, int], batch_size: int, shard: tuple[int, int]
+) -> tuple[Iterator[Any], Tensor]:
+    """The batches that are left of an epoch, and what was trained on before them.
+
+    Batches that the resumed run has trained on are skipped: by the sampler if it can (`skip`),
+    else by loading them, without a change of the random numbers that follow.
+
+    Args:
+        loader: whose batches end with the samples' indices.
+        position: seed, epoch, and batches that are done.
+        batch_size: samples in a global batch.
+        shard: number of this rank's shard, and how many there are.
+
+    Returns:
+        The batches, and how often this rank has trained on each sample in this epoch, [N], int32.
+    """
+    seed, epoch, done = position
+    if isinstance(loader, DataLoader):
+        _complete(loader, hash((seed, dist.get_rank(), epoch)))
+    sampler = getattr(loader, "batch_sampler", None)
+    if hasattr(sampler, "skip"):
+        sampler.skip(done)
+        return unwrapped(loader), sampler.seen()
+    counts = torch.zeros(len(loader.dataset), dtype=torch.int32)
+    random, batches = random_state(), unwrapped(loader)
+    for batch in range(done):
+        left = len(counts) - batch * batch_size
+        *_, indices = next(batches)
+        seen = indices[: local_samples(min(batch_size, left), *shard)]
+        counts.index_add_(0, seen, torch.ones(len(seen), dtype=torch.int32))
+    if done:
+        restore_random_state(random)
+    return batches, counts
+
+
+def _complete(loader: "DataLoader[Any]", seed: int) -> None:
+    """Give a loader what its program has left at the defaults.
+
+    A generator of its own: drawing from the global one would make resuming inexact. A time-out and
+    a start for its workers.
+    """
+    loader.generator = loader.generator or torch.Generator()
+    loader.generator.manual_seed(seed)
+    if loader.num_workers:
+        loader.timeout = loader.timeout or current().flags.timeout
+        loader.worker_init_fn = loader.worker_init_fn or start_worker
+
+
+def default_workers(device: torch.device) -> int:
+    """Loader processes per rank: beside a GPU all of its share of the cores but one.
+
+    On a CPU, where training needs the cores itself, one per eight cores.
+    """
+    if device.type == "cuda":
+        return max(1, min(16, core_share() - 1))
+    return core_share() // 8
+
+
+def start_worker(number: int) -> None:
+    """A DataLoader's `worker_init_fn`: seeds the worker, and leaves signals to its rank."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        # both reach whole process groups: Ctrl-C, `timeout`, SLURM
+        signal.signal(signum, signal.SIG_IGN)
+    seed_loader_worker(number)
+
+
+def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
+    """The batches of a loader; a user's mistake found by a worker comes without its traceback.
+
+    Raises:
+        UserError: a worker has found a mistake of the user, or no batch came in time.
+    """
+    _end_loader_workers_at_exit()
+    try:
+        yield from batches
+        return
+    except UserError as error:
+        last_line = str(error).strip().splitlines()[-1]
+        mistake = UserError(last_line.partition("UserError: ")[2] or str(error))
+    except RuntimeError as error:
+        found = re.match(r"DataLoader timed out after ([\d.]+?)(\.0)? seconds", str(error))
+        if not found:
+            raise
+        mistake = UserError(
+            f"no batch came from the loader's workers within {found[1]} s: see what they printed "
+            f"above; in a container, /dev/shm may be too small (--shm-size 1g), and --workers 0 "
+            f"needs none"
+        )
+    # Nothing may hold the loader's frames any more: when it is gone, so are its workers and its
+    # semaphores. An exception and the frame that raised it hold each other.
+    gc.collect()
+    raise mistake
+
+
+@functools.cache
+def _end_loader_workers_at_exit() -> None:
+    # Before `multiprocessing` ends a process, it asks its children with SIGTERM to end, and waits
+    # for them: but they leave that signal to the rank, or have inherited its handler.
+    util.Finalize(None, _end_loader_workers, exitpriority=1)
+
+
+def _end_loader_workers() -> None:
+    """End those that still wait for work: a rank that failed does not take its loader down."""
+    # The handler of torch's loader would complain of killed workers.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

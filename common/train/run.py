@@ -1,0 +1,245 @@
+"""`Run`: the bookkeeping around a training loop.
+
+It knows where the run is, counts samples, saves and resumes, stops with the other ranks, logs, and
+says at the end what came out. It never calls the model, the loss, backward or the optimizer.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from common.launch.errors import Stopped
+from common.launch.flags import fixed_flags
+from common.train.amp import MixedPrecision
+from common.train.checkpoint import Checkpoints, Stateful
+from common.train.checks import check_replicas, check_seen_once
+from common.train.ddp import bare, check_gradients
+from common.train.evaluate import Evaluation
+from common.train.files import check_writable
+from common.train.loader import local_batch, local_samples, rest_of_epoch
+from common.train.log import Log
+from common.train.meters import Meters
+from common.train.profile import profiling
+from common.train.seed import seed_numpy_and_python
+from common.train.state import Options, TrainState
+from common.train.stop import Stop
+from common.train.summary import greet, show_evaluation, write_result
+from common.train.weights import save_model
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Run(AbstractContextManager["Run"]):
+    """Surrounds a training loop; a context manager. Every rank makes one and calls its methods.
+
+    Args:
+        args: the flags: `launch`, `amp`, `seed`, `batch_size`, `out`, `resume`,
+            `checkpoint_every`, and, if they are there, `keep` and `profile`.
+        device: of this rank.
+        data: `str(data)` says what is trained on; `data.facts` goes into result.json;
+            `data.identity`, if there is one, is compared on resuming.
+        options: see `Options`.
+
+    `print0`, `warn` and `scalars` are those of `Log`, `autocast` is that of `MixedPrecision`.
+
+    Raises:
+        UserError: the folder cannot be written; the ranks disagree on the precision, or do not
+            divide the batch.
+    """
+
+    def __init__(self, args: Any, device: torch.device, data: Any, **options: Any) -> None:
+        self.args, self.device, self.data = args, device, data
+        self.options = Options(**options)
+        self.batch_size: int = self.options.batch_size or args.batch_size
+        self.shard = self.options.shard or (dist.get_rank(), dist.get_world_size())
+        self.state = TrainState()
+        self.amp = MixedPrecision(args.amp, device)
+        self.autocast = self.amp.autocast
+        self.config = dict(fixed_flags(args)) | getattr(data, "identity", {})
+        self.config |= dict(self.options.settings) | self.amp.settings
+        self.num_epochs = 0
+        self._log = Log(args.out, active=dist.get_rank() == 0)
+        self.print0, self.warn, self.scalars = self._log.print0, self._log.warn, self._log.scalars
+        self.meters = Meters(self._log, self.options.unit)
+        self._surroundings = ExitStack()  # what is entered before the loop, and left after it
+        self._batch_samples = 0
+        seed_numpy_and_python()
+        if dist.get_rank() == 0:
+            check_writable(args.out, "--out")
+        local_batch(self.batch_size, self.shard[1])
+        greet(self)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.state.step:
+            step = self.state.step + 1
+            error.add_note(f"in step {step}, or while evaluating or saving after the one before")
+        try:
+            self._surroundings.__exit__(kind, error, trace)
+        finally:
+            self._log.close(error)
+
+    def prepare(self, model: Module) -> Module:
+        """A model on the device, in the memory layout and through the compiler of the flags."""
+        return self.amp.compiled(self.amp.prepare(model))
+
+    def resume(
+        self, *, before_save: Callable[[], object] = lambda: None, **parts: Stateful
+    ) -> None:
+        """Go on from the checkpoint that `--resume` names, if there is one. Every rank calls this.
+
+        Args:
+            before_save: called by every rank before a checkpoint is written.
+            parts: what checkpoints hold, without wrappers: `model`, which is also the one that is
+                checked and kept when it is the best, `optimizer`, `scheduler`, ...
+
+        Raises:
+            UserError: the checkpoint is damaged, or was made with other flags.
+        """
+        args, self._before_save, self._unchecked = self.args, before_save, parts.get("model")
+        self.parts = {name: bare(part) for name, part in parts.items()}
+        checkpoints = Checkpoints(
+            args.out / "checkpoints", self.parts, self.config, getattr(args, "keep", 2)
+        )
+        found = checkpoints.load(args.resume)
+        if found:
+            self.state = TrainState(**found.state["progress"])
+            self.print0(f"resumed from {found.path} at step {self.state.step}")
+        self._log.start(self.state.step, resumed=found is not None)
+        self._checkpoints = self._surroundings.enter_context(checkpoints)
+        trace = profiling(getattr(args, "profile", 0), self._log, self.device)
+        self._end_traced_step = self._surroundings.enter_context(trace)
+        self._stop = self._surroundings.enter_context(Stop())
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left, from the one in which the resumed run was interrupted."""
+        self.num_epochs = count
+        while self.state.epoch < count:
+            epoch = self.state.epoch
+            self.label = f"epoch {epoch + 1}/{count}"
+            yield epoch
+            assert self.state.epoch == epoch + 1, "an epoch ends with end_epoch"
+
+    def steps(self, loader: Any) -> Iterator[Any]:
+        """The batches of an epoch that are left; after each, a step is done. Every rank calls this.
+
+        Args:
+            loader: batches whose last item, the samples' indices in the dataset, is not given to
+                the loop, but counted: the ranks must see each sample once.
+
+        Raises:
+            Stopped: after the common last step of all ranks, and a checkpoint.
+            CheckError: samples were lost, or trained on twice.
+        """
+        state, samples, total = self.state, len(loader.dataset), len(loader)
+        batches, sample_counts = rest_of_epoch(
+            loader, (self.args.seed, state.epoch, state.batch), self.batch_size, self.shard
+        )
+        with self._log.bar(self.label, total, state.batch) as bar:
+            for *batch, indices in self.meters.training(batches):
+                left = samples - state.batch * self.batch_size
+                self._batch_samples = min(self.batch_size, left)
+                yield batch
+                seen = indices[: self.batch_share()[1]]
+                sample_counts.index_add_(0, seen, torch.ones(len(seen), dtype=torch.int32))
+                self._end_step(total)
+                bar.update()
+        self.meters.gather_losses(state.step)
+        check_seen_once(sample_counts * self.options.counts)
+
+    def batch_share(self) -> tuple[int, int]:
+        """Samples in the current global batch, and in this rank's share: the rest is padding."""
+        return self._batch_samples, local_samples(self._batch_samples, *self.shard)
+
+    def log(self, loss: Tensor) -> None:
+        """Keep a step's loss, a scalar; its mean over the ranks is the loss of the global batch."""
+        self.meters.loss(loss)
+
+    def _end_step(self, steps_in_epoch: int) -> None:
+        state, every = self.state, self.options.log_every
+        if self._unchecked is not None:
+            check_gradients(cast("nn.Module", self._unchecked))
+            self._unchecked = None
+        state.batch += 1
+        state.step += 1
+        self.meters.samples += self._batch_samples
+        self._end_traced_step()
+        if every and state.step % every == 0:
+            self.meters.progress(f"{self.label}, step {state.batch}/{steps_in_epoch}", state.step)
+        signum = self._stop.agreed()
+        last = self.options.save_before_evaluation and state.batch == steps_in_epoch
+        if signum or state.step % self.args.checkpoint_every == 0 or last:
+            self._save()
+        if signum:
+            raise Stopped(signum, f"checkpoint at step {state.step}; go on with --resume auto")
+
+    def _save(self) -> None:
+        self.meters.gather_losses(self.state.step)
+        self._before_save()
+        self._checkpoints.save(asdict(self.state))
+
+    def end_epoch(
+        self,
+        evaluation: Evaluation | Mapping[str, float],
+        *,
+        best: str = "accuracy",
+        smaller_is_better: bool = False,
+        model: nn.Module | None = None,
+        save_best: Callable[[], object] | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Show and record the evaluation, keep the best model, save. Every rank calls this.
+
+        Args:
+            evaluation: what `evaluate` returns, or metrics by name.
+            best: the metric that decides which model is the best.
+            smaller_is_better: as of an error.
+            model: the one to keep in best.safetensors; by default the part of this name.
+            save_best: called on rank 0 instead, when the model is the best so far.
+            names: of the test samples, for predictions.csv.
+
+        Raises:
+            UserError: the model diverged; nothing of it is saved.
+        """
+        state, before = self.state, self.state.best.get(best, math.nan)
+        self.evaluated(self.label, evaluation, names)
+        value = state.metrics[best]
+        if math.isnan(before) or (value < before if smaller_is_better else value > before):
+            state.best = {best: value}
+            if dist.get_rank() == 0:
+                model = bare(model or self.parts["model"])
+                (save_best or partial(save_model, self.args.out / "best.safetensors", model))()
+        state.epoch, state.batch = state.epoch + 1, 0
+        self._save()
+
+    def evaluated(
+        self, label: str, evaluation: Evaluation | Mapping[str, float], names: Sequence[str] = ()
+    ) -> None:
+        """Show and record an evaluation, and write predictions.csv; see `end_epoch`."""
+        seconds = self.meters.evaluated()
+        self.state.metrics = show_evaluation(
+            self._log, label, self.state.step, evaluation, seconds, names
+        )
+
+    def finish(self, *, parameter_hash: str = "", **facts: Any) -> None:
+        """Check that all replicas are equal, and write what came out. Every rank calls this.
+
+        Args:
+            parameter_hash: of a program that has checked its replicas itself.
+            facts: more for result.json.
+
+        Raises:
+            CheckError: the replicas differ.
+        """
+        self._surroundings.close()
+        parameter_hash = parameter_hash or check_replicas(self.parts["model"])
+        if dist.get_rank() == 0:
+            best = {f"best_{name}": value for name, value in self.state.best.items()}
+            metrics = {"metrics": self.state.metrics | best, "parameter_hash": parameter_hash}
+            write_result(self._log, self, metrics | facts)

@@ -1,0 +1,53 @@
+"""Random numbers: seeded in loader workers, saved and restored with the checkpoint."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.launch.parent import end_with_parent
+
+
+def seed_numpy_and_python() -> None:
+    """Seed Python's and NumPy's generators from the seed that torch's has in this process."""
+    seed = torch.initial_seed()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def seed_loader_worker(_: int) -> None:
+    """A DataLoader's `worker_init_fn`: seed Python and NumPy from the seed that torch gave.
+
+    torch seeds only itself in a worker; forked workers would otherwise draw equal NumPy numbers.
+    And the worker ends when its rank does: torch itself watches the server that a worker was forked
+    from, which stays.
+    """
+    end_with_parent()
+    seed_numpy_and_python()
+
+
+def random_state() -> dict[str, Any]:
+    """The state of all generators of this process, as tensors and plain values."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    words = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    state: dict[str, Any] = {
+        "python": list(random.getstate()[1]),
+        "numpy": (str(kind), words, position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set all generators to a state that `random_state` returned."""
+    random.setstate((3, tuple(state["python"]), None))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    assert isinstance(keys, Tensor)
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

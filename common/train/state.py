@@ -1,0 +1,41 @@
+"""Where a run is, and what a program tells `Run` beside its flags."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class TrainState:
+    """Where a run is: what a checkpoint holds beside the named parts."""
+
+    epoch: int = 0
+    batch: int = 0  # in this epoch: global batches that are done
+    step: int = 0  # in all epochs
+    best: dict[str, float] = field(default_factory=dict)  # the best value of the metric chosen
+    metrics: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)  # of the program
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a program may tell `Run` beside its flags."""
+
+    what: str | None = None
+    """The greeting's words about the task, instead of `str(data)`."""
+    batch_size: int | None = None
+    """Samples in the GLOBAL batch, instead of `args.batch_size`."""
+    shares: str | None = None
+    """How the batch is divided, in words; by default equally among the ranks."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Values that flags came to; resuming compares them instead of the flags."""
+    shard: tuple[int, int] | None = None
+    """Which shard of each batch this rank trains on, of how many; by default rank, world size."""
+    counts: bool = True
+    """Whether this rank's samples count in the check that each is seen once."""
+    log_every: int = 0
+    """Steps between lines with loss and speed; 0 for none."""
+    save_before_evaluation: bool = False
+    """Save a checkpoint before an evaluation that takes long, too."""
+    unit: str = "images"
+    """What samples are, for lines about speed."""
