@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -11,10 +10,29 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 from tyro.conf import OmitArgPrefixes, Positional
 
-from common.flags import begin
-from common.launcher import Launch, Place
+from common.launch import last_words
+from common.launch import rendezvous as rendezvous_module
+from common.launch.args import start
+from common.launch.cgroup import cores, machine
+from common.launch.collectives import assert_same_on_all_ranks, local_rank0_first
+from common.launch.errors import Stopped, UserError
+from common.launch.flags import Launch
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.rendezvous import JOB
+from common.launch.spawn import launch
+from common.train.checkpoint import Checkpoints
+from common.train.checks import CheckError, check_replicas, check_seen_once, parameter_hash
+from common.train.ddp import warm_up_buckets
+from common.train.evaluate import ordered_predictions
+from common.train.stop import Stop
 
 
 @dataclass(frozen=True)
@@ -25,25 +43,9 @@ class Args:
     """Which job."""
     folder: Path = Path()
     """Where it may write."""
-    settle: bool = True
-    """Whether to settle DDP's buckets first."""
+    warm_up: bool = True
+    """Whether to warm up DDP's buckets first."""
     launch: OmitArgPrefixes[Launch] = Launch()
-
-
-if __name__ == "__main__":
-    args, place = begin(Args, __doc__)
-
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from common import distributed
-from common.checkpoint import Checkpoints
-from common.distributed import Stop, World, agree, launch, main_first, settle, taking_part
-from common.errors import Stopped, UserError
-from common.metrics import ordered_predictions
-from common.proof import ProofError, parameter_hash, prove_replicas_agree, prove_seen_once
 
 
 def put(line: object) -> None:
@@ -51,35 +53,35 @@ def put(line: object) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def place_job(world: World, args: Args) -> None:
+def place_job(args: Args) -> None:
     """Report the place, and what only the operating system knows of it."""
-    total = torch.tensor([world.rank + 1.0])
+    total = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(total)
-    assert total.item() == world.size * (world.size + 1) / 2
-    put(f"rank {world.rank}/{world.size} threads {torch.get_num_threads()}")
+    assert total.item() == dist.get_world_size() * (dist.get_world_size() + 1) / 2
+    put(f"rank {dist.get_rank()}/{dist.get_world_size()} threads {torch.get_num_threads()}")
 
 
-def ordered(world: World, args: Args) -> None:
+def ordered(args: Args) -> None:
     """Rows return to dataset order for lengths that the world size does and does not divide, and for none."""
     for total in (0, 1, 2, 3, 5, 8, 13):
         whole = torch.arange(total * 3, dtype=torch.float32).reshape(total, 3)
-        mine = whole[world.rank :: world.size]
-        torch.testing.assert_close(ordered_predictions(mine, total, world), whole, rtol=0, atol=0)
+        mine = whole[dist.get_rank() :: dist.get_world_size()]
+        torch.testing.assert_close(ordered_predictions(mine, total), whole, rtol=0, atol=0)
 
 
-def first(world: World, args: Args) -> None:
+def first(args: Args) -> None:
     """One process per node works while the others wait, and each finds the work done."""
     marker = args.folder / "done"
-    with main_first(world, "work"):
-        if world.local_rank == 0:
+    with local_rank0_first("work"):
+        if os.environ["LOCAL_RANK"] == "0":
             assert not marker.exists()
             time.sleep(0.5)
             with marker.open("x") as file:
                 file.write("once")
         assert marker.read_text() == "once"
     if args.name == "first_fails":
-        with main_first(world, "failing"):
-            assert world.local_rank == 0, "the others never get here"
+        with local_rank0_first("failing"):
+            assert os.environ["LOCAL_RANK"] == "0", "the others never get here"
             raise UserError("the download failed")
 
 
@@ -101,98 +103,103 @@ class SlowStore(dist.Store):
         self.store.wait(keys, timeout or timedelta(minutes=1))
 
 
-def mistake(world: World, args: Args) -> None:
+def mistake(args: Args) -> None:
     """All ranks meet a mistake of the user; the last one is still connecting when the others do."""
-    store = SlowStore(world.store) if world.rank == world.size - 1 else world.store
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=world.timeout)
+    store, rank, size = next(rendezvous(JOB, timeout=args.launch.patience))
+    store = SlowStore(store) if rank == size - 1 else store
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=args.launch.patience)
     raise UserError("--colour: not a colour")
 
 
-def signalled_at_its_end(world: World, args: Args) -> None:
+def signalled_at_its_end(args: Args) -> None:
     """A signal comes when all ranks are already about to end."""
-    speaks_first = distributed._speaks_first
+    speaks_first = last_words.speaks_first
 
-    def signalled(world: World | None, place: Place, busy: bool = False) -> bool:
+    def signalled(busy: bool = False) -> bool:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)
-        return speaks_first(world, place, busy)
+        return speaks_first(busy)
 
-    distributed._speaks_first = signalled  # ty: ignore[invalid-assignment]
+    last_words.speaks_first = signalled  # ty: ignore[invalid-assignment]
     raise UserError("--colour: not a colour")
 
 
-def disagree(world: World, args: Args) -> None:
+def disagree(args: Args) -> None:
     """Ranks that hold different values stop."""
-    assert agree(world, 7, "the answer") == 7
-    agree(world, world.rank % 2, "the step to resume from")
+    assert assert_same_on_all_ranks(7, "the answer") == 7
+    assert_same_on_all_ranks(dist.get_rank() % 2, "the step to resume from")
 
 
-def raises(world: World, args: Args) -> None:
+def raises(args: Args) -> None:
     """One rank fails while the others wait for it."""
-    if world.rank == world.size - 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         raise ValueError("a bug in one rank")
     dist.barrier()
 
 
-def greedy(world: World, args: Args) -> None:
+def greedy(args: Args) -> None:
     """One rank asks for more memory than there is while the others wait for it."""
-    if world.rank == world.size - 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         torch.empty(1 << 50)
     dist.barrier()
 
 
-def dies(world: World, args: Args) -> None:
+def dies(args: Args) -> None:
     """One rank is killed while the others wait for it."""
-    if world.rank == world.size - 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-def ignores(world: World, args: Args) -> None:
+def ignores(args: Args) -> None:
     """All ranks sleep, and are stopped before they train."""
     put("sleeping")
     time.sleep(60)
 
 
-def waits(world: World, args: Args) -> None:
+def waits(args: Args) -> None:
     """Rank 0 waits in C++, as for a process that has gone while groups are made; there no handler in Python runs."""
-    if world.is_main:
+    if dist.get_rank() == 0:
         put("waiting")
-        world.store.wait(["never"])
+        store = rendezvous_module.joined
+        assert store is not None
+        store.wait(["never"])
     time.sleep(60)
 
 
-def stops(world: World, args: Args) -> None:
+def stops(args: Args) -> None:
     """A signal to one rank stops all ranks after the same step."""
-    if world.rank == world.size - 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with Stop() as stop:
         for step in range(10_000):
-            time.sleep(0.002 * (1 + world.rank))
+            time.sleep(0.002 * (1 + dist.get_rank()))
             if signum := stop.agreed():
-                (args.folder / f"stopped-{world.rank}").write_text(str(step))
-                agree(world, step, "the step")
-                time.sleep(0.2 * world.rank)  # rank 0 may host the store at which the others ask who speaks
+                (args.folder / f"stopped-{dist.get_rank()}").write_text(str(step))
+                assert_same_on_all_ranks(step, "the step")
+                time.sleep(0.2 * dist.get_rank())  # rank 0 may host the store at which the others ask who speaks
                 raise Stopped(signum, f"after step {step}")
 
 
-def proofs(world: World, args: Args) -> None:
-    """The proofs hold for a true run and fail for false ones."""
+def checks(args: Args) -> None:
+    """The checks hold for a true run and fail for false ones."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    assert prove_replicas_agree(model, world) == parameter_hash(model)
-    prove_seen_once(torch.tensor([int(i % world.size == world.rank) for i in range(7)], dtype=torch.int32))
-    if world.rank == 1:
+    assert check_replicas(model) == parameter_hash(model)
+    check_seen_once(
+        torch.tensor([int(i % dist.get_world_size() == dist.get_rank()) for i in range(7)], dtype=torch.int32)
+    )
+    if dist.get_rank() == 1:
         with torch.no_grad():
             model.bias[0] += 1e-7
     for check in (
-        lambda: prove_replicas_agree(model, world),
-        lambda: prove_seen_once(torch.zeros(4, dtype=torch.int32)),
-        lambda: prove_seen_once(torch.ones(4, dtype=torch.int32)),
+        lambda: check_replicas(model),
+        lambda: check_seen_once(torch.zeros(4, dtype=torch.int32)),
+        lambda: check_seen_once(torch.ones(4, dtype=torch.int32)),
     ):
         try:
             check()
-        except ProofError as error:
+        except CheckError as error:
             put(error)
         else:
             raise AssertionError("a false run was accepted")
@@ -213,8 +220,8 @@ class Net(nn.Module):
         return self.last(self.dropout(torch.relu(self.norm(self.first(rows)))))
 
 
-def resumes(world: World, args: Args) -> None:
-    """Six steps in one go equal three steps, a checkpoint, and three steps in a new wrapper: bit by bit."""
+def resumes(args: Args) -> None:
+    """Six steps in one go equal three steps, a checkpoint, and three steps in a new wrapper: bit for bit."""
     config = {"a": 1}
 
     def prepare() -> tuple[DistributedDataParallel, torch.optim.Optimizer, Checkpoints]:
@@ -222,21 +229,21 @@ def resumes(world: World, args: Args) -> None:
         ddp = DistributedDataParallel(Net())
         optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
         parts = {"model": ddp.module, "optimizer": optimizer}
-        checkpoints = Checkpoints(args.folder / "checkpoints", parts, config, world)
-        if args.settle:
+        checkpoints = Checkpoints(args.folder / "checkpoints", parts, config)
+        if args.warm_up:
             state = {name: value.clone() for name, value in ddp.module.state_dict().items()}
             random = torch.get_rng_state()
-            settle(ddp, torch.zeros(4, 32))
+            warm_up_buckets(ddp)
             for name, value in ddp.module.state_dict().items():
                 torch.testing.assert_close(value, state[name], rtol=0, atol=0)
             assert all(parameter.grad is None for parameter in ddp.parameters())
             assert torch.equal(random, torch.get_rng_state())
-        torch.manual_seed(100 + world.rank)
+        torch.manual_seed(100 + dist.get_rank())
         return ddp, optimizer, checkpoints
 
     def steps(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, numbers: range) -> None:
         for step in numbers:
-            generator = torch.Generator().manual_seed(step * world.size + world.rank)
+            generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
             rows = torch.randn(8, 32, generator=generator)
             optimizer.zero_grad()
             ddp(rows).square().mean().backward()
@@ -244,7 +251,7 @@ def resumes(world: World, args: Args) -> None:
 
     ddp, optimizer, _ = prepare()
     steps(ddp, optimizer, range(6))
-    expected = prove_replicas_agree(ddp.module.first, world)
+    expected = check_replicas(ddp.module.first)
 
     ddp, optimizer, checkpoints = prepare()
     steps(ddp, optimizer, range(3))
@@ -254,23 +261,23 @@ def resumes(world: World, args: Args) -> None:
     torch.manual_seed(999)  # the checkpoint brings the random state back
     found = checkpoints.load("auto")
     assert found is not None
-    assert found.progress == {"step": 3}
+    assert found.state["progress"] == {"step": 3}
     steps(ddp, optimizer, range(3, 6))
-    put("identical" if prove_replicas_agree(ddp.module.first, world) == expected else "different")
+    put("identical" if check_replicas(ddp.module.first) == expected else "different")
 
 
-def sockets(world: World, args: Args) -> None:
+def sockets(args: Args) -> None:
     """Stay long enough for the sockets to be looked at."""
     dist.barrier()
-    (args.folder / f"ready-{world.rank}").touch()
+    (args.folder / f"ready-{dist.get_rank()}").touch()
     while not (args.folder / "enough").exists():
         time.sleep(0.05)
 
 
-def digest(world: World, args: Args) -> None:
+def digest(args: Args) -> None:
     """Who shares the machine decides the number of threads."""
-    name = hashlib.sha256(distributed.machine().encode()).hexdigest()[:8]
-    put(f"machine {name} cores {distributed.cores()} threads {torch.get_num_threads()}")
+    name = hashlib.sha256(machine().encode()).hexdigest()[:8]
+    put(f"machine {name} cores {cores()} threads {torch.get_num_threads()}")
 
 
 JOBS = {
@@ -287,24 +294,32 @@ JOBS = {
     "ignores": ignores,
     "waits": waits,
     "stops": stops,
-    "proofs": proofs,
+    "checks": checks,
     "resumes": resumes,
     "sockets": sockets,
     "digest": digest,
 }
 
 
+def main(place: Place, args: Args) -> None:
+    """Start the processes of a job."""
+    launch(early if args.name == "early" else main_worker, place, args)
+
+
+def early(local_rank: int, place: Place, args: Args) -> None:
+    """Fail outside of `record`."""
+    raise ValueError("before the frame")
+
+
+@record
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of a job."""
-    if args.name == "early":
-        raise ValueError("before the frame")
-    with taking_part(place, local_rank) as world:
-        if args.name != "mistake":
-            dist.init_process_group(
-                world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
-            )
-        JOBS[args.name](world, args)
+    place.export(local_rank)
+    if args.name != "mistake":
+        dist.init_process_group("gloo", init_method=JOB, timeout=args.launch.patience)
+    JOBS[args.name](args)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main_worker, place, args))
+    start(Args, "tests.common.jobs:main")

@@ -15,25 +15,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.checkpoint import Checkpoints, latest, read, write_atomically
-from common.distributed import World, connect
-from common.errors import UserError
-from common.launcher import Launch, resolve
+from common.launch.errors import UserError
+from common.train.checkpoint import Checkpoints
+from common.train.checkpoint_files import latest, read
+from common.train.files import write_atomically
 from tests.conftest import Programs
 
 
-@pytest.fixture(scope="module")
-def world() -> Generator[World]:
-    """A world of one, in this process."""
-    alone = connect(resolve(Launch(device="cpu"), {}, lambda: 0))
-    dist.init_process_group("gloo", store=alone.store, rank=0, world_size=1)
-    yield alone
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one() -> Generator[None]:
+    """A process group in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
     dist.destroy_process_group()
 
 
-def some(folder: Path, world: World, config: dict[str, object] | None = None) -> Checkpoints:
+def some(folder: Path, config: dict[str, object] | None = None) -> Checkpoints:
     model = torch.nn.Linear(4, 3)
-    return Checkpoints(folder / "checkpoints", {"model": model}, config or {"lr": 0.1}, world)
+    return Checkpoints(folder / "checkpoints", {"model": model}, config or {"lr": 0.1})
 
 
 def save(checkpoints: Checkpoints, progress: dict[str, Any]) -> None:
@@ -45,36 +44,36 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_a_checkpoint_returns_what_was_saved(tmp_path: Path, world: World) -> None:
-    saved = some(tmp_path, world)
+def test_a_checkpoint_returns_what_was_saved(tmp_path: Path) -> None:
+    saved = some(tmp_path)
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
     save(saved, {"step": 120, "note": "x"})
     drawn = random.random(), np.random.rand(), torch.rand(1).item(), np.random.randn()
-    loaded = some(tmp_path, world)
+    loaded = some(tmp_path)
     found = loaded.load("auto")
     assert found is not None
-    assert (found.step, found.progress) == (120, {"step": 120, "note": "x"})
+    assert (found.step, found.state["progress"]) == (120, {"step": 120, "note": "x"})
     assert (random.random(), np.random.rand(), torch.rand(1).item(), np.random.randn()) == drawn
     assert torch.equal(loaded.parts["model"].state_dict()["weight"], saved.parts["model"].state_dict()["weight"])
-    by_path = some(tmp_path, world).load(str(found.path))
+    by_path = some(tmp_path).load(str(found.path))
     assert by_path is not None
     assert by_path.step == 120
 
 
-def test_the_last_two_stay_and_order_is_by_number(tmp_path: Path, world: World) -> None:
-    saved = some(tmp_path, world)
+def test_the_last_two_stay_and_order_is_by_number(tmp_path: Path) -> None:
+    saved = some(tmp_path)
     for step in (9, 10, 99_999_999, 100_000_000):
         save(saved, {"step": step})
     assert [name.split("-")[1] for name in files(tmp_path)] == ["100000000", "99999999"]
-    found = latest(saved.folder, world)
+    found = latest(saved.folder)
     assert found is not None
     assert found.step == 100_000_000
 
 
-def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = some(tmp_path, world)
+def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = some(tmp_path)
     save(saved, {"step": 1})
     save(saved, {"step": 2})
     newest = next(saved.folder.glob("step-00000002-*"))
@@ -87,7 +86,7 @@ def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, world: World, capsys:
         newest.write_bytes(bytes(damaged) if number % 3 else content[:position])
         with pytest.raises(UserError, match="damaged"):
             read(newest)
-    found = latest(saved.folder, world)
+    found = latest(saved.folder)
     assert found is not None
     assert found.step == 1
     warned = capsys.readouterr().err
@@ -95,27 +94,27 @@ def test_any_flipped_bit_or_cut_is_noticed(tmp_path: Path, world: World, capsys:
     assert "trying the one before it" in warned
 
 
-def test_newer_ones_are_set_aside_when_an_older_one_is_resumed(tmp_path: Path, world: World) -> None:
-    saved = some(tmp_path, world)
+def test_newer_ones_are_set_aside_when_an_older_one_is_resumed(tmp_path: Path) -> None:
+    saved = some(tmp_path)
     for step in (1, 2, 3):
         save(saved, {"step": step})
     older = next(saved.folder.glob("step-00000002-*"))
-    loaded = some(tmp_path, world)
+    loaded = some(tmp_path)
     assert loaded.load(str(older)) is not None
     save(loaded, {"step": 3, "branch": "new"})
     save(loaded, {"step": 4})
-    found = latest(saved.folder, world)
+    found = latest(saved.folder)
     assert found is not None
     assert found.step == 4
     assert len(list(saved.folder.glob("*.aside"))) == 1
 
 
-def test_a_renamed_or_foreign_file_is_refused(tmp_path: Path, world: World) -> None:
-    saved = some(tmp_path, world)
+def test_a_renamed_or_foreign_file_is_refused(tmp_path: Path) -> None:
+    saved = some(tmp_path)
     save(saved, {"step": 1})
     path = next(saved.folder.iterdir())
     other = path.rename(tmp_path / "model.pt")
-    with pytest.raises(UserError, match="is no checkpoint of this program"):
+    with pytest.raises(UserError, match="is not a checkpoint of this program"):
         saved.load(str(other))
     with pytest.raises(UserError, match="does not exist"):
         saved.load(str(path))
@@ -129,47 +128,45 @@ class Payload:
         return os.mkdir, ("payload-was-executed",)
 
 
-def test_no_code_in_a_checkpoint_is_executed(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_code_in_a_checkpoint_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"progress": Payload()}, "zip.pt")
     for content in (pickle.dumps(Payload(), 2), Path("zip.pt").read_bytes()):
         path = Path(f"step-00000001-{hashlib.sha256(content).hexdigest()[:16]}.pt")
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is no checkpoint of this program"):
+        with pytest.raises(UserError, match="is not a checkpoint of this program"):
             read(path)
     assert not Path("payload-was-executed").exists()
 
 
-def test_other_settings_are_named(tmp_path: Path, world: World) -> None:
-    save(some(tmp_path, world, {"lr": 0.1, "epochs": 3}), {"step": 1})
+def test_other_settings_are_named(tmp_path: Path) -> None:
+    save(some(tmp_path, {"lr": 0.1, "epochs": 3}), {"step": 1})
     with pytest.raises(UserError, match=r"was made with epochs = 3, this run has 4: give"):
-        some(tmp_path, world, {"lr": 0.1, "epochs": 4}).load("auto")
+        some(tmp_path, {"lr": 0.1, "epochs": 4}).load("auto")
     with pytest.raises(UserError, match=r"was made with epochs = 3, this run has 4; lr = 0.1, this run has 0.2: give"):
-        some(tmp_path, world, {"lr": 0.2, "epochs": 4}).load("auto")
+        some(tmp_path, {"lr": 0.2, "epochs": 4}).load("auto")
 
 
-def test_that_there_is_nothing_to_resume_from_is_said(
-    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved = some(tmp_path, world)
+def test_that_there_is_nothing_to_resume_from_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = some(tmp_path)
     assert saved.load("auto") is None
     assert capsys.readouterr().out == f"no checkpoint in {saved.folder} yet: starting from the beginning\n"
 
 
-def test_starting_afresh_moves_the_old_ones_aside(tmp_path: Path, world: World) -> None:
+def test_starting_afresh_moves_the_old_ones_aside(tmp_path: Path) -> None:
     for _ in range(2):
-        saved = some(tmp_path, world)
+        saved = some(tmp_path)
         save(saved, {"step": 1})
         (saved.folder / ".step-1.tmp").touch()
         assert saved.load("no") is None
         assert not saved.folder.exists()
     assert len(list((tmp_path / "checkpoints.1").glob("step-*"))) == 1
     assert len(list((tmp_path / "checkpoints.2").glob("step-*"))) == 1
-    assert some(tmp_path, world).load("auto") is None
+    assert some(tmp_path).load("auto") is None
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, world: World) -> None:
-    saved = some(tmp_path, world)
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    saved = some(tmp_path)
     save(saved, {"step": 1})
     before = files(tmp_path)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -188,7 +185,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path, world: World)
 SAVE_AND_BE_KILLED = """
 import hashlib, os, random, signal, sys, time
 from pathlib import Path
-from common.checkpoint import write_atomically
+from common.train.files import write_atomically
 folder, choose, survived = Path(sys.argv[1]), random.Random(0), 0
 for number in range(40):
     content = os.urandom(3_000_000)

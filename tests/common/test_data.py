@@ -1,4 +1,4 @@
-"""Reading idx files and the embedded digits; every way in which the files can be wrong."""
+"""Reading idx files and the embedded digits, every way in which the files can be wrong; which rank gets what."""
 
 import gzip
 import struct
@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import Shard, digits, idx_folder, read_idx
-from common.errors import UserError
+from common.data.idx import digits, idx_folder, image_data, read_idx
+from common.data.samplers import GlobalBatchSampler, Shard
+from common.launch.errors import UserError
+from common.train.loader import local_batch, local_samples
 from tests.make_data import write_idx
 
 
@@ -21,6 +23,7 @@ def test_digits_are_split_fixed_and_stratified() -> None:
     share = data.test.labels.bincount() / data.train.labels.bincount()
     assert share.max() - share.min() < 0.01
     assert torch.equal(data.train.pixels, digits().train.pixels)
+    assert str(data) == "digits (1436 train, 361 test)"
 
 
 def test_normalise_is_totensor_and_normalize(real_data: Path) -> None:
@@ -47,6 +50,12 @@ def test_any_idx_folder(tmp_path: Path, packed: bool) -> None:
     write_idx(tmp_path, train=23, test=7, size=9, classes=3, packed=packed)
     data = idx_folder(tmp_path)
     assert (len(data.train), len(data.test), data.classes, data.size) == (23, 7, 3, 9)
+    assert image_data(str(tmp_path), tmp_path / "unused").identity == {"train_samples": 23, "classes": 3}
+
+
+def test_an_unknown_dataset_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--dataset cifar: give digits, mnist, fashion-mnist, or a folder with idx"):
+        image_data("cifar", tmp_path)
 
 
 def damage(folder: Path, kind: str) -> None:
@@ -83,9 +92,9 @@ def damage(folder: Path, kind: str) -> None:
         ("gzip cut short", "damaged"),
         ("gzip with a flipped bit", "damaged"),
         ("idx cut short", "announces 1863 bytes and holds 1862"),
-        ("wrong magic", "no idx file"),
+        ("wrong magic", "not an idx file"),
         ("a web page", "damaged"),
-        ("empty", "no idx file"),
+        ("empty", "not an idx file"),
         ("one label less", "6 labels for the 7 images"),
         ("no image", "holds no image"),
     ],
@@ -113,3 +122,68 @@ def test_shards_hold_each_position_once(size: int) -> None:
     assert sorted(position for shard in shards for position in shard) == list(range(11))
     assert [len(Shard(11, rank, size)) for rank in range(size)] == [len(shard) for shard in shards]
     assert np.ptp([len(shard) for shard in shards]) <= 1
+
+
+# ------------------------------------------------------------------------------------------------- order of samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_share_each_batch_of_one_permutation(size: int) -> None:
+    samplers = [GlobalBatchSampler(203, 24, 3, number, size) for number in range(size)]
+    whole = GlobalBatchSampler(203, 24, 3, 0, 1)
+    for sampler in (*samplers, whole):
+        sampler.set_epoch(5)
+    steps = [list(sampler) for sampler in samplers]
+    assert len(whole) == 9
+    for step, expected in enumerate(whole):
+        parts = [part[step] for part in steps]
+        assert len({len(part) for part in parts}) == 1, "DDP needs all ranks in every step"
+        dealt = [key for position in zip(*parts, strict=True) for key in position]
+        assert dealt[: len(expected)] == expected
+        assert set(dealt[len(expected) :]) <= set(expected), "padding, which is last"
+        counts = [local_samples(len(expected), number, size) for number in range(size)]
+        assert sum(counts) == len(expected)
+        own = [key for number, part in enumerate(parts) for key in part[: counts[number]]]
+        assert sorted(own) == sorted(expected), "without the padding, each sample once"
+    indices = [index for batch in whole for _, index in batch]
+    assert sorted(indices) == list(range(203))
+    whole.set_epoch(6)
+    assert [index for batch in whole for _, index in batch] != indices
+
+
+def test_the_permutation_follows_from_seed_and_epoch() -> None:
+    sampler = GlobalBatchSampler(203, 24, 3, 0, 1)
+    sampler.set_epoch(5)
+    expected = torch.randperm(203, generator=torch.Generator().manual_seed(3_000_014))  # 3 x 1,000,003 + 5
+    assert [key for batch in sampler for key in batch] == [(5, index) for index in expected.tolist()]
+
+
+def test_any_step_can_be_the_first() -> None:
+    sampler = GlobalBatchSampler(203, 24, 3, 1, 3)
+    sampler.set_epoch(2)
+    everything = list(sampler)
+    for start in range(9):
+        sampler.skip(start)
+        assert sampler.seen().nonzero().flatten().tolist() == sorted(
+            index for batch in everything[:start] for _, index in batch[: 24 // 3]
+        )
+        assert list(sampler) == everything[start:]
+        assert list(sampler) == everything, "the epoch after the resumed one is whole again"
+        assert sampler.seen().sum() == 0
+
+
+@pytest.mark.parametrize(("length", "most", "smallest"), [(203, 8, 4), (203, 3, 1), (192, 8, 8), (194, 8, 1)])
+def test_the_smallest_part_of_an_epoch_is_found(length: int, most: int, smallest: int) -> None:
+    sampler = GlobalBatchSampler(length, 24, 3, 1, 3)
+    parts = [len(batch[first : first + most]) for batch in sampler for first in range(0, len(batch), most)]
+    assert min(parts) == smallest == sampler.smallest(most)
+
+
+def test_a_batch_that_cannot_be_divided_is_named() -> None:
+    assert local_batch(24, 3) == 8
+    with pytest.raises(
+        UserError, match=r"^--batch-size 25 \(global\) cannot be divided by 3 ranks; use 24, for example$"
+    ):
+        local_batch(25, 3)
+    with pytest.raises(UserError, match=r"by 2 ranks x 2 backward passes; use 4, for example$"):
+        local_batch(1, 4, "2 ranks x 2 backward passes")

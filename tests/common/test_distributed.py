@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import socket
 import time
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from common.distributed import _join, _quota
-from common.errors import UserError
-from common.launcher import Launch, Place
+from common.launch import cgroup
+from common.launch.errors import UserError
+from common.launch.rendezvous import _muster
 from tests.conftest import Programs
 
 JOBS = ("-m", "tests.common.jobs")
@@ -64,7 +65,7 @@ def test_predictions_return_to_dataset_order(programs: Programs, nproc: int) -> 
     programs.run(*JOBS, "ordered", "--nproc", nproc)
 
 
-def test_main_first(programs: Programs, tmp_path: Path) -> None:
+def test_local_rank0_first(programs: Programs, tmp_path: Path) -> None:
     programs.run(*JOBS, "first", "--nproc", 3, "--folder", tmp_path)
 
 
@@ -170,8 +171,8 @@ def test_a_signal_in_a_call_that_does_not_return(programs: Programs) -> None:
 SIGNALLED_WHILE_READING_FLAGS = """
 import os, signal
 from dataclasses import dataclass
-from common.flags import begin
-from common.launcher import Launch
+from common.launch.args import start
+from common.launch.flags import Launch
 
 @dataclass(frozen=True)
 class Args:
@@ -183,25 +184,20 @@ class Args:
         except SystemExit:  # some libraries do the same
             pass
 
-begin(Args, "")
+start(Args, "tests.common.jobs:main")
 """
 
 SIGNALLED_WHILE_STARTING = """
-import os, signal, sys
-from dataclasses import dataclass
-from common.flags import begin
-from common.launcher import Launch
-
-@dataclass(frozen=True)
-class Args:
-    launch: Launch = Launch()
-
-args, place = begin(Args, "")
-from common.distributed import taking_part
+import os, signal
+from common.launch.record import record
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 os.kill(os.getpid(), signal.SIGINT)
-with taking_part(place, 0):
+
+@record
+def main_worker():
     print("goes on")
+
+main_worker()
 """
 
 
@@ -242,12 +238,15 @@ def test_an_exception_before_the_frame_is_reported(programs: Programs) -> None:
         ({}, None),
     ],
 )
-def test_the_cpu_limit_of_a_container(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+def test_the_cpu_limit_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], quota: float | None
+) -> None:
     """In both versions of control groups; the end-to-end tests see it in a container."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert _quota(tmp_path) == quota
+    monkeypatch.setattr(cgroup, "GROUPS", tmp_path)
+    assert cgroup.cpu_quota() == quota
 
 
 def test_a_host_name_on_one_node(programs: Programs, free_port: int) -> None:
@@ -264,8 +263,8 @@ def test_a_killed_launcher_leaves_no_worker(programs: Programs) -> None:
     assert programs.gone(within=5)
 
 
-def test_proofs(programs: Programs) -> None:
-    done = programs.run(*JOBS, "proofs", "--nproc", 2)
+def test_checks(programs: Programs) -> None:
+    done = programs.run(*JOBS, "checks", "--nproc", 2)
     assert done.stdout.count("rank(s) 1 hold other parameters than rank 0") == 2
     assert done.stdout.count("4 were lost and 0 trained on more than once") == 2
     assert done.stdout.count("0 were lost and 4 trained on more than once") == 2
@@ -277,9 +276,9 @@ def test_resuming_is_bit_identical_with_dropout_and_batchnorm(programs: Programs
     assert done.stdout.split() == ["identical"] * nproc
 
 
-def test_without_settled_buckets_three_ranks_resume_differently(programs: Programs, tmp_path: Path) -> None:
-    """The mutation: if this ever passes with `identical`, `settle` is not needed any more."""
-    done = programs.run(*JOBS, "resumes", "--nproc", 3, "--folder", tmp_path, "--no-settle")
+def test_without_warm_buckets_three_ranks_resume_differently(programs: Programs, tmp_path: Path) -> None:
+    """The mutation: if this ever passes with `identical`, `warm_up_buckets` is not needed any more."""
+    done = programs.run(*JOBS, "resumes", "--nproc", 3, "--folder", tmp_path, "--no-warm-up")
     assert done.stdout.split() == ["different"] * 3
 
 
@@ -331,33 +330,37 @@ def test_a_missing_first_node_is_named(programs: Programs, free_port: int) -> No
 # ------------------------------------------------------------------------------------------ meeting after a restart
 
 
-def joined(store: dist.Store, places: list[Place], seconds: float = 10.0) -> list[tuple[str, int]]:
+Member = dict[str, object]
+
+
+def member(rank: int, size: int, attempt: int) -> tuple[Member, int, int]:
+    return {"name": secrets.token_hex(8), "size": size, "attempt": attempt}, rank, size
+
+
+def joined(store: dist.Store, members: list[tuple[Member, int, int]], seconds: float = 10.0) -> list[tuple[str, int]]:
     """What the members of an attempt agree on: the name of their part of the store, and the restarts."""
 
-    def one(place: Place) -> tuple[str, int]:
-        part, members = _join(store, place, seconds)
-        part.set(f"from {place.rank}", "x")
-        name = next(key for key in store.list_keys() if key.endswith(f"from {place.rank}"))
+    def one(entry: tuple[Member, int, int]) -> tuple[str, int]:
+        part, roll = _muster(store, *entry, seconds)
+        part.set(f"from {entry[1]}", "x")
+        name = next(key for key in store.list_keys() if key.endswith(f"from {entry[1]}"))
         store.delete_key(name)
-        return name.partition("/from")[0], max(member["attempt"] for member in members)
+        return name.partition("/from")[0], max(each["attempt"] for each in roll)
 
-    with ThreadPoolExecutor(len(places)) as pool:
-        return list(pool.map(one, places))
-
-
-def at(rank: int, size: int, attempt: int) -> Place:
-    return Place("torchrun", 1, 0, size, size, rank, rank, "127.0.0.1", 0, Launch(), attempt=attempt)
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(one, members))
 
 
 def test_restarted_ranks_do_not_meet_the_dead() -> None:
     """In the same store, whatever each agent counted, and however many they were before."""
     store = dist.HashStore()
-    worlds = [joined(store, [at(rank, 3, 0) for rank in range(3)])]
+    worlds = [joined(store, [member(rank, 3, 0) for rank in range(3)])]
     with pytest.raises(UserError, match=r"2 of 3 processes joined within 0\.3 s; missing: rank 2"):
-        joined(store, [at(0, 3, 1), at(1, 3, 1)], 0.3)  # what rank 2 wrote is there, itself it is not
-    worlds.append(joined(store, [at(0, 3, 1), at(1, 3, 2), at(2, 3, 0)]))  # rank 2 is on a node that came later
-    worlds.append(joined(store, [at(0, 2, 3), at(1, 2, 3)]))  # a node is gone
-    worlds.append(joined(store, [at(rank, 3, rank) for rank in range(3)]))  # and back
+        joined(store, [member(0, 3, 1), member(1, 3, 1)], 0.3)  # what rank 2 wrote is there, itself it is not
+    # rank 2 is on a node that came later
+    worlds.append(joined(store, [member(0, 3, 1), member(1, 3, 2), member(2, 3, 0)]))
+    worlds.append(joined(store, [member(0, 2, 3), member(1, 2, 3)]))  # a node is gone
+    worlds.append(joined(store, [member(rank, 3, rank) for rank in range(3)]))  # and back
     assert [len(set(world)) for world in worlds] == [1, 1, 1, 1], "all members agree"
     assert len({world[0][0] for world in worlds}) == 4, "each attempt has a part of its own"
     assert [world[0][1] for world in worlds] == [0, 2, 3, 2]

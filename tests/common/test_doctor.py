@@ -7,18 +7,20 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from common import doctor
-from common.distributed import World
+from common.doctor import job, machine, preflight
+from common.doctor.args import Args
+from common.doctor.findings import Finding, Findings, Here
+from common.launch.flags import Launch
+from common.launch.place import Place
 from tests.conftest import ROOT, Programs
 from tests.runs import mutated
 
 DOCTOR = ("-m", "common.doctor", "--json", "--device", "cpu")
-ARGS = doctor.Args()
 
 
 def report(text: str) -> dict[str, Any]:
@@ -34,7 +36,7 @@ def test_two_processes_are_examined_together(programs: Programs, tmp_path: Path)
     found = report(done.stdout)
     assert (found["world_size"], found["nodes"], found["launcher"], found["errors"]) == (2, 1, "spawn", 0)
     states = {finding["check"]: finding for finding in found["findings"]}
-    assert set(doctor.TOGETHER) - {"same versions"} <= set(states)  # that one speaks only when something is wrong
+    assert set(job.TOGETHER) - {"same versions"} <= set(states)  # that one speaks only when something is wrong
     assert {"versions", "device", "backends", "cores", "interfaces", "open files", "user", "data"} <= set(states)
     assert "all_reduce of 2 process(es) is right" in states["round trip"]["found"]
     assert states["versions"]["ranks"] == [0, 1]
@@ -75,28 +77,29 @@ def test_nodes_that_do_not_share_a_folder_are_named(programs: Programs, tmp_path
 
 
 def test_a_sum_that_is_wrong_is_seen(programs: Programs, tmp_path: Path) -> None:
-    broken = mutated(tmp_path / "broken", ("common/doctor.py", "dist.all_reduce(numbers)", "dist.barrier()"))
+    broken = mutated(tmp_path / "broken", ("common/doctor/job.py", "dist.all_reduce(numbers)", "dist.barrier()"))
     done = programs.run(*DOCTOR, "--nproc", 2, "--out", tmp_path, code=1, cwd=broken)
     assert wrong(done.stdout)["round trip"]["found"] == "gloo: wrong sum of 1 numbers"
 
 
-def world(**fields: Any) -> World:
-    place = SimpleNamespace(local_size=1, launcher="plain", flags=SimpleNamespace(device="auto"))
-    known = {"device": torch.device("cpu"), "nodes": 1, "size": 1, "cores": 1, "backend": "gloo", "place": place}
-    return cast("World", SimpleNamespace(**known | fields))
+def here(num_nodes: int = 1, local_world_size: int = 1, data: Path | None = None) -> Here:
+    """A process of a job of one process, or of another one."""
+    world_size = num_nodes * local_world_size
+    place = Place("plain", num_nodes, 0, local_world_size, world_size, 0, 0, "", 0, Launch())
+    return Here(Args(data=data), place, torch.device("cpu"), "gloo")
 
 
-def states(findings: Iterable[doctor.Finding]) -> list[str]:
+def states(findings: Iterable[Finding]) -> list[str]:
     return [finding.state for finding in findings]
 
 
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "SHARED", tmp_path / "nowhere")
-    assert states(doctor.shared_memory(ARGS, world())) == ["error"]
-    monkeypatch.setattr(doctor, "SHARED", tmp_path)
+    monkeypatch.setattr(machine, "SHARED", tmp_path / "nowhere")
+    assert states(machine.shared_memory(here())) == ["error"]
+    monkeypatch.setattr(machine, "SHARED", tmp_path)
     for total, state in ((64_000_000, "warning"), (1_000_000_000, "ok")):
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, total=total: SimpleNamespace(total=total))
-        assert states(doctor.shared_memory(ARGS, world())) == [state]
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _, total=total: SimpleNamespace(total=total))
+        assert states(machine.shared_memory(here())) == [state]
 
 
 def test_a_host_name_that_others_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,50 +107,59 @@ def test_a_host_name_that_others_cannot_use(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", (address, 0))])
 
     resolves("127.0.1.1")
-    assert states(doctor.names(ARGS, world())) == ["ok"]
-    assert states(doctor.names(ARGS, world(nodes=2))) == ["error"]
+    assert states(machine.host_name(here())) == ["ok"]
+    assert states(machine.host_name(here(num_nodes=2))) == ["error"]
     resolves("10.0.0.7")
-    assert states(doctor.names(ARGS, world(nodes=2))) == ["ok"]
+    assert states(machine.host_name(here(num_nodes=2))) == ["ok"]
 
     def fails(*_: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
-    assert states(doctor.names(ARGS, world())) == ["warning"]
-    assert states(doctor.names(ARGS, world(nodes=2))) == ["error"]
+    assert states(machine.host_name(here())) == ["warning"]
+    assert states(machine.host_name(here(num_nodes=2))) == ["error"]
 
 
 def test_limits_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    assert states(doctor.limits(ARGS, world()))[0] == "warning"
+    assert states(machine.limits(here()))[0] == "warning"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert set(states(doctor.limits(ARGS, world()))) == {"ok"}
+    assert set(states(machine.limits(here()))) == {"ok"}
     with socket.create_server(("", 0)) as taken:
-        monkeypatch.setattr(doctor, "DEFAULT_PORT", taken.getsockname()[1])
-        assert states(doctor.ports(ARGS, world())) == ["ok", "warning"]
-    assert states(doctor.ports(ARGS, world())) == ["ok"]
+        monkeypatch.setattr(machine, "DEFAULT_PORT", taken.getsockname()[1])
+        assert states(machine.ports(here())) == ["ok", "warning"]
+    assert states(machine.ports(here())) == ["ok"]
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     monkeypatch.setenv("HOME", "/nowhere")
     monkeypatch.delenv("USER", raising=False)
-    assert states(doctor.user(ARGS, world())) == ["warning"]
+    assert states(machine.user(here())) == ["warning"]
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USER", "trainer")
-    assert states(doctor.user(ARGS, world())) == ["ok"]
+    assert states(machine.user(here())) == ["ok"]
 
 
 def test_crowded_cores_and_an_empty_folder(tmp_path: Path) -> None:
-    assert states(doctor.processors(ARGS, world(cores=10_000))) == ["warning"]
-    assert states(doctor.data(doctor.Args(data=tmp_path), world())) == ["error"]
-    assert states(doctor.data(ARGS, world())) == []
+    assert states(machine.processors(here())) == ["ok"]
+    assert states(machine.processors(here(local_world_size=10_000))) == ["warning"]
+    assert states(machine.data(here(data=tmp_path))) == ["error"]
+    assert states(machine.data(here())) == []
+
+
+def test_memory_is_that_of_the_machine_and_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_left", lambda: None)
+    assert states(machine.memory(here(local_world_size=10_000))) == ["warning"]
+    assert states(machine.memory(here())) == ["ok"]
+    monkeypatch.setattr(machine, "memory_left", lambda: 999_999_999)
+    assert states(machine.memory(here())) == ["warning"]
 
 
 def test_a_check_that_cannot_be_made_does_not_end_the_others() -> None:
-    def broken(args: doctor.Args, world: World) -> doctor.Findings:
+    def broken(here: Here) -> Findings:
         raise OSError(5, "Input/output error")
 
-    (finding,) = doctor.guarded("anything", broken, ARGS, world())
+    finding, _ = preflight.examine({"anything": broken, "backends": machine.backends}, here())
     assert (finding.check, finding.state) == ("anything", "error")
     assert "Input/output error" in finding.found

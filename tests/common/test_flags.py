@@ -1,25 +1,31 @@
 """Flags: answered before torch is imported, mistakes in one line."""
 
+import ast
 import json
 import os
 import pty
 import re
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
 
 import pytest
+from common.train.precision import Precision
 
-from common.launcher import Launch
-from common.precision import Precision
+from common.launch.flags import MAY_CHANGE, Launch, fixed_flags
 from tests.conftest import ROOT, Programs
 from tests.runs import shown
 
-PROGRAMS = sorted(
+EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/__main__.py"))
+STARTED = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "examples").glob("*/*.py")
-    if "begin(Args" in path.read_text()
+    if "start(Args" in path.read_text() and path.name != "__main__.py"
 )
+# Those whose flags have a file of their own answer before torch is imported.
+QUICK = [f"examples.{name}" for name in EXAMPLES]
 NEEDED = {"examples.bert_dp.predict": ("--text", "a review")}
 MISTAKES = (
     (["--nprok", "2"], "error: Unrecognized options: --nprok, 2; perhaps you meant --nproc .*\n"),
@@ -57,7 +63,7 @@ def answers(shared_programs: Programs) -> Answers:
     """What each program answers to --help and to each mistake: exit code, standard output, standard error."""
     commands = [
         [program, *words, *NEEDED.get(program, ())]
-        for program in PROGRAMS
+        for program in QUICK
         for words in (["--help"], *(words for words, _ in MISTAKES))
     ]
     found: Answers = {}
@@ -67,7 +73,7 @@ def answers(shared_programs: Programs) -> Answers:
     return found
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", QUICK)
 def test_help_and_mistakes_answer_without_heavy_imports(answers: Answers, program: str) -> None:
     (code, text, _), *others = answers[program]
     assert code == 0
@@ -77,26 +83,54 @@ def test_help_and_mistakes_answer_without_heavy_imports(answers: Answers, progra
         assert re.fullmatch(line, err), err
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", STARTED)
 def test_only_the_main_rank_reports_a_mistake(programs: Programs, program: str) -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "RANK": "1"}
     assert programs.run("-m", program, "--nprok", 2, env=place, code=2).stderr == ""
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_every_flag_is_read(program: str) -> None:
-    """A field of Args that the program never mentions is a dead flag."""
-    source = (ROOT / program.replace(".", "/")).with_suffix(".py").read_text()
-    names = re.findall(r"^    (\w+): .*=", source.split("class Args")[1].split("\n\n\n")[0], re.MULTILINE)
-    names.remove("launch")  # read by `begin`
+def test_all_examples_have_a_front_door() -> None:
+    assert len(EXAMPLES) >= 7
+    assert sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py")) == EXAMPLES
+
+
+def flag_names(source: str) -> list[str]:
+    """The fields of all classes of flags in a file."""
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return [
+        field.target.id
+        for each in classes
+        for field in each.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None
+    ]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_flag_is_read(example: str) -> None:
+    """A flag that the program never mentions is a dead flag; `Run` reads some."""
+    folder = ROOT / "examples" / example
+    readers = "".join(path.read_text() for path in folder.glob("*.py"))
+    readers += "".join(path.read_text() for path in (ROOT / "common" / "train").glob("*.py"))
+    names = flag_names((folder / "args.py").read_text())
     assert names
-    assert [name for name in names if f"args.{name}" not in source and f'"{name}"' not in source] == []
+    assert [name for name in names if not re.search(rf"\.{name}\b|\"{name}\"", readers)] == []
 
 
-@pytest.mark.parametrize(("flags", "reader"), [(Launch, r"flags\.{}\b"), (Precision, r"self\.{}\b")])
-def test_every_shared_flag_is_read(flags: type[Launch | Precision], reader: str) -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "common").glob("*.py"))
-    assert [field.name for field in fields(flags) if not re.search(reader.format(field.name), sources)] == []
+@pytest.mark.parametrize("flags", [Launch, Precision])
+def test_every_shared_flag_is_read(flags: type[Launch | Precision]) -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
+    unread = [field.name for field in fields(flags) if not re.search(rf"flags\.{field.name}\b", sources)]
+    assert unread == []
+
+
+def test_a_new_flag_is_compared_on_resuming_unless_it_says_otherwise() -> None:
+    @dataclass(frozen=True)
+    class Args:
+        lr: float = 0.1
+        out: Annotated[Path, MAY_CHANGE] = Path("runs")
+        launch: Launch = Launch()
+
+    assert dict(fixed_flags(Args(lr=0.5))) == {"lr": 0.5}
 
 
 def test_a_wrong_place_is_reported_whoever_finds_it(programs: Programs) -> None:
@@ -104,13 +138,13 @@ def test_a_wrong_place_is_reported_whoever_finds_it(programs: Programs) -> None:
         ({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, "error: RANK='x' in the environment is not a number"),
         ({"RANK": "8", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}, "error: RANK=8 with WORLD_SIZE=8: ranks go from 0 to 7"),
     ):
-        assert line in programs.run("-m", "examples.mnist_ddp_spawn.train", env=place, code=2).stderr
+        assert line in programs.run("-m", "examples.mnist_ddp_spawn", env=place, code=2).stderr
 
 
 def test_a_mistake_is_one_line_on_a_terminal_too() -> None:
     """There the library that reads the flags draws a coloured box."""
     terminal, its_end = pty.openpty()
-    command = [sys.executable, "-m", "examples.mnist_ddp_spawn.train", "--epoch", "3"]
+    command = [sys.executable, "-m", "examples.mnist_ddp_spawn", "--epoch", "3"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=its_end, stdout=its_end, stderr=its_end)
     os.close(its_end)
     said = shown(terminal)

@@ -1,48 +1,38 @@
-"""Crops and pixels against torchvision's, odd and broken files, the order of samples, the cache of decoded pixels."""
+"""Crops and pixels against torchvision's, odd and broken files, loaders, the cache of decoded pixels."""
 
 import os
 import shutil
 import signal
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from scipy.stats import ks_2samp
 from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms import functional as F
 
-from common import images as module
-from common.data import StepSampler, eval_batches, train_loader
-from common.distributed import World
-from common.errors import UserError
-from common.images import (
-    BrokenImageError,
-    ImageFolder,
-    decode,
-    dimensions,
-    middle,
-    random_crop,
-    resize,
-    synthetic_images,
-)
-from common.pixel_cache import CHUNK, pixel_cache
-from common.precision import Numerics
+from common.images import decode as decoder
+from common.images.args import ImageArgs
+from common.images.cache import CHUNK, pixel_cache
+from common.images.crop import middle, random_crop, resize
+from common.images.decode import BrokenImageError, decode, dimensions
+from common.images.folder import ImageFolder, LabelsOnly
+from common.images.loader import eval_loader, train_loader
+from common.images.sets import image_folders, load_images, synthetic_images
+from common.launch.errors import UserError
+from common.launch.rendezvous import JOB
+from common.train.amp import MixedPrecision
+from common.train.precision import Precision
 from tests.conftest import Programs
 from tests.make_data import draw_folder
 
-NUMERICS = Numerics(torch.device("cpu"), "fp32", True, False, False)
-
-
-def rank(number: int, size: int) -> World:
-    known = {"device": torch.device("cpu"), "cores": 2, "timeout": timedelta(seconds=60)}
-    return cast("World", SimpleNamespace(rank=number, size=size, **known))
+AMP = MixedPrecision(Precision("fp32", "yes"), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +98,7 @@ def test_evaluation_sees_what_resize_and_center_crop_keep(real_data: Path) -> No
 
 def test_a_batch_is_totensor_and_normalize(drawn: Path) -> None:
     data = ImageFolder(drawn / "val", 64, training=False)
-    images, labels, indices = next(iter(eval_batches(data, 5, rank(1, 3), NUMERICS, workers=0)))
+    images, labels, indices = next(iter(eval_loader(data, 5, AMP, workers=0, rank=1, world_size=3)))
     assert indices.tolist() == [1, 4, 7, 10, 13]
     assert labels.tolist() == data.labels[indices].tolist()
     to_tensor = transforms.Compose(
@@ -133,7 +123,7 @@ def test_a_decoded_region_is_a_part_of_the_whole(drawn: Path, monkeypatch: pytes
             decode(content, (top, left, rows, columns)), whole[top : top + rows, left : left + columns]
         )
         with monkeypatch.context() as patch:  # where nvimgcodec has no wheel
-            patch.setattr(module, "DECODER", "Pillow")
+            patch.setattr(decoder, "DECODER", "Pillow")
             other = data.pixels(index)
         assert np.abs(whole.astype(int) - other).mean() < 6, "colours are upsampled in another way"
 
@@ -182,9 +172,9 @@ def test_a_broken_image_ends_the_run_with_its_name_or_is_replaced(drawn: Path, t
     broken = folder_with_broken(drawn, tmp_path / "broken")
     root = tmp_path / "broken/val"
     with pytest.raises(UserError) as error:
-        list(eval_batches(ImageFolder(root, 32, training=False), 4, rank(0, 1), NUMERICS, workers))
+        list(eval_loader(ImageFolder(root, 32, training=False), 4, AMP, workers, 0, 1))
     assert str(error.value) == f"{broken} cannot be used (it is truncated): remove or replace it, or give --skip-broken"
-    loader = eval_batches(ImageFolder(root, 32, training=False, skip_broken=True), 4, rank(0, 1), NUMERICS, workers)
+    loader = eval_loader(ImageFolder(root, 32, training=False, skip_broken=True), 4, AMP, workers, 0, 1)
     images = torch.cat([batch[0] for batch in loader])
     assert len(images) == 23, "companions are no samples"
     torch.testing.assert_close(images[3], images[4], rtol=0, atol=0)
@@ -194,14 +184,13 @@ def test_a_broken_image_ends_the_run_with_its_name_or_is_replaced(drawn: Path, t
 LEFT_OPEN = """
 import sys
 import torch
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace as Some
-from common.data import eval_batches
-from common.images import ImageFolder
-numbers = Some(device=torch.device("cpu"), images=lambda images: images)
-world = Some(rank=0, size=1, device=numbers.device, timeout=timedelta(seconds=60))
-batches = iter(eval_batches(ImageFolder(Path(sys.argv[1]), 32, training=False), 4, world, numbers, 2))
+from common.images.folder import ImageFolder
+from common.images.loader import eval_loader
+from common.train.amp import MixedPrecision
+from common.train.precision import Precision
+amp = MixedPrecision(Precision(), torch.device("cpu"))
+batches = iter(eval_loader(ImageFolder(Path(sys.argv[1]), 32, training=False), 4, amp, 2, 0, 1))
 next(batches)
 raise SystemExit(3)
 """
@@ -235,42 +224,10 @@ def test_wrong_folders_are_named(tmp_path: Path, change: str, words: str) -> Non
         for folder in folders[change]:
             Image.new("RGB", (8, 8)).save(tmp_path / folder / "x.png")
     with pytest.raises(UserError, match=words):
-        module.image_folders(tmp_path, 32, 0, False, None, rank(0, 1))
+        image_folders(tmp_path, 32, seed=0)
 
 
-# ------------------------------------------------------------------------------------------------- order of samples
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_ranks_share_each_batch_of_one_permutation(size: int) -> None:
-    samplers = [StepSampler(203, 24, rank(number, size), seed=3) for number in range(size)]
-    whole = StepSampler(203, 24, rank(0, 1), seed=3)
-    for sampler in (*samplers, whole):
-        sampler.set_epoch(5)
-    steps = [list(sampler) for sampler in samplers]
-    assert len(whole) == 9
-    for step, expected in enumerate(whole):
-        parts = [part[step] for part in steps]
-        assert len({len(part) for part in parts}) == 1, "DDP needs all ranks in every step"
-        dealt = [key for position in zip(*parts, strict=True) for key in position]
-        assert dealt[: len(expected)] == expected
-        assert set(dealt[len(expected) :]) <= set(expected), "padding, which is last"
-    indices = [index for batch in whole for _, index in batch]
-    assert sorted(indices) == list(range(203))
-    whole.set_epoch(6)
-    assert [index for batch in whole for _, index in batch] != indices
-
-
-def test_any_step_can_be_the_first() -> None:
-    sampler = StepSampler(203, 24, rank(1, 3), seed=3)
-    sampler.set_epoch(2)
-    everything = list(sampler)
-    for start in range(9):
-        sampler.set_epoch(2, start)
-        assert list(sampler) == everything[start:]
-        assert sampler.seen().nonzero().flatten().tolist() == sorted(
-            index for batch in everything[:start] for _, index in batch[: 24 // 3]
-        )
+# --------------------------------------------------------------------------------------------- loaders and data sets
 
 
 def batches(loader: Any) -> Iterator[tuple[Tensor, ...]]:
@@ -281,10 +238,11 @@ def test_workers_change_nothing_and_outlive_epochs(drawn: Path) -> None:
     data = ImageFolder(drawn / "train", 32, training=True, seed=1)
     found = []
     for workers in (0, 2):
-        loader, sampler = train_loader(data, 24, rank(0, 2), NUMERICS, 1, workers)
+        loader = train_loader(data, 24, AMP, 1, workers, 0, 2)
         found.append([])
         for epoch, start in ((0, 4), (1, 0)):
-            sampler.set_epoch(epoch, start)
+            loader.batch_sampler.set_epoch(epoch)
+            loader.batch_sampler.skip(start)
             found[-1] += list(batches(loader))
     assert len(found[0]) == 2 + 6
     for alone, by_workers in zip(*found, strict=True):
@@ -301,6 +259,47 @@ def test_synthetic_images_differ_by_class() -> None:
     between = (means[0, 0] - means[0, 1]).abs().mean()
     within = (means[0, 0] - means[1, 0]).abs().mean()
     assert between > within
+    assert data.train.labels.tolist() == batch.labels.tolist()
+
+
+def test_labels_only_are_those_of_the_images_in_their_order(drawn: Path) -> None:
+    data = ImageFolder(drawn / "train", 16, training=True)
+    both = [train_loader(part, 24, AMP, 1, 0, 1, 3) for part in (data, LabelsOnly(data))]
+    sizes = []
+    for (images, *expected), (none, *labels) in zip(*both, strict=True):
+        sizes.append(len(images))
+        assert none.shape == (len(images), 3, 0, 0)
+        assert all(torch.equal(one, other) for one, other in zip(expected, labels, strict=True))
+    assert sizes == [8, 8, 8, 8, 8, 4], "130 images on 3 ranks"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one process, in this one."""
+    threads = torch.get_num_threads()
+    dist.init_process_group("gloo", init_method=JOB)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_a_folder_ten_shapes_are_drawn_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = load_images(ImageArgs(image_size=24), 0, tmp_path)
+    assert (len(data.train), len(data.val), len(data.classes), data.size) == (480, 160, 10, 24)
+    numbers = f"(480 train, 160 val, 10 classes, 24 px, decoded by {decoder.DECODER})"
+    assert str(data) == f"{tmp_path}/images/shapes-480-160-80 {numbers}"
+    assert np.bincount(cast("Any", data.train).labels).tolist() == [48] * 10
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jpg")}
+    again = load_images(ImageArgs(image_size=24, cache=tmp_path / "cache"), 0, tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jpg")} == before
+    assert again.identity == data.identity
+    assert str(again).endswith(", cached)")
+    assert capsys.readouterr().out.count(" decoded in ") == 2
+    keys = [(1, index) for index in range(0, 480, 37)]
+    assert torch.equal(again.train.__getitems__(keys).images, data.train.__getitems__(keys).images)
+    with pytest.raises(UserError, match="--dummy makes images up"):
+        ImageArgs(dummy=True, directory=tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------- cache
@@ -359,8 +358,8 @@ def test_changed_images_are_another_cache(drawn: Path, tmp_path: Path) -> None:
 BUILD = """
 import sys
 from pathlib import Path
-from common.images import ImageFolder
-from common.pixel_cache import pixel_cache
+from common.images.cache import pixel_cache
+from common.images.folder import ImageFolder
 data = ImageFolder(Path(sys.argv[1]), 32, training=True)
 print(pixel_cache(Path(sys.argv[2]), data.root, data.names * 8, lambda i: data.pixels(i % len(data)), 2)[1])
 """

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
-from common.launcher import Launch, Place, first_host, resolve
+from common.launch.errors import UserError
+from common.launch.flags import Launch
+from common.launch.place import Place
+from common.launch.resolve import first_host, resolve
 
 TORCHRUN = {
     "RANK": "5",
@@ -48,59 +50,87 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
     ("flags", "env", "expected"),
     [
         # plain: a world of one
-        ({}, {}, {"launcher": "plain", "size": 1, "rank": 0, "nodes": 1, "spawns": False, "loopback": True}),
+        ({}, {}, {"launcher": "plain", "world_size": 1, "rank": 0, "num_nodes": 1, "launched": True, "loopback": True}),
         # spawn on one machine
-        ({"nproc": 1}, {}, {"launcher": "spawn", "size": 1, "spawns": True}),
-        ({"nproc": 4}, {}, {"launcher": "spawn", "size": 4, "local_size": 4, "host": "127.0.0.1", "port": 0}),
-        ({"multiprocessing_distributed": True}, {}, {"launcher": "spawn", "size": 1}),
+        ({"nproc": 1}, {}, {"launcher": "spawn", "world_size": 1, "launched": False}),
+        (
+            {"nproc": 4},
+            {},
+            {"launcher": "spawn", "world_size": 4, "local_world_size": 4, "host": "127.0.0.1", "port": 0},
+        ),
+        ({"multiprocessing_distributed": True}, {}, {"launcher": "spawn", "world_size": 1}),
         # spawn on several nodes, as in pytorch/examples: --world-size counts nodes
         (
             {"nproc": 2, "world_size": 3, "rank": 2, "dist_url": TCP},
             {},
-            {"size": 6, "rank": 4, "nodes": 3, "node": 2, "host": "node0", "port": 1234, "loopback": False},
+            {
+                "world_size": 6,
+                "rank": 4,
+                "num_nodes": 3,
+                "node_rank": 2,
+                "host": "node0",
+                "port": 1234,
+                "loopback": False,
+            },
         ),
         (
             {"world_size": 2, "rank": 1, "dist_url": "tcp://127.0.0.1:1234"},
             {},
-            {"launcher": "spawn", "size": 2, "rank": 1, "local_size": 1, "loopback": True},
+            {"launcher": "spawn", "world_size": 2, "rank": 1, "local_world_size": 1, "loopback": True},
         ),
         (
             {"world_size": 1, "rank": 0, "dist_url": TCP, "multiprocessing_distributed": True},
             {},
-            {"size": 1, "nodes": 1},
+            {"world_size": 1, "num_nodes": 1},
         ),
         # env:// : nodes from WORLD_SIZE and RANK when the flags are -1
         (
             {"dist_url": "env://", "nproc": 2},
             {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "99"},
-            {"size": 4, "rank": 2, "node": 1, "host": "node0", "port": 99},
+            {"world_size": 4, "rank": 2, "node_rank": 1, "host": "node0", "port": 99},
         ),
         (
             {},
             {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "node0"},
-            {"launcher": "spawn", "size": 2, "rank": 1, "local_size": 1, "port": 29500},
+            {"launcher": "spawn", "world_size": 2, "rank": 1, "local_world_size": 1, "port": 29500},
         ),
         # torchrun
         (
             {},
             TORCHRUN,
-            {"launcher": "torchrun", "size": 8, "rank": 5, "local_rank": 1, "nodes": 2, "node": 1, "local_size": 4}
-            | {"host": "node0", "port": 29400, "store_hosted": True, "attempt": 3, "spawns": False, "warnings": ()},
+            {
+                "launcher": "torchrun",
+                "world_size": 8,
+                "rank": 5,
+                "local_rank": 1,
+                "num_nodes": 2,
+                "node_rank": 1,
+                "local_world_size": 4,
+            }
+            | {"host": "node0", "port": 29400, "store_hosted": True, "attempt": 3, "launched": True, "warnings": ()},
         ),
         # torchrun inside a pod: its variables count, not the PET_* that configured it
-        ({}, TORCHRUN | PET, {"launcher": "torchrun", "size": 8, "rank": 5}),
+        ({}, TORCHRUN | PET, {"launcher": "torchrun", "world_size": 8, "rank": 5}),
         # the rank is read, not computed: nodes may have different numbers of processes
-        ({}, TORCHRUN | {"RANK": "6", "LOCAL_WORLD_SIZE": "3"}, {"rank": 6, "size": 8, "local_size": 3}),
+        ({}, TORCHRUN | {"RANK": "6", "LOCAL_WORLD_SIZE": "3"}, {"rank": 6, "world_size": 8, "local_world_size": 3}),
         # SLURM
         (
             {},
             SLURM,
-            {"launcher": "slurm", "size": 4, "rank": 3, "local_rank": 1, "nodes": 2, "node": 1, "local_size": 2}
-            | {"host": "gpu07", "port": 22345, "store_hosted": False, "spawns": False},
+            {
+                "launcher": "slurm",
+                "world_size": 4,
+                "rank": 3,
+                "local_rank": 1,
+                "num_nodes": 2,
+                "node_rank": 1,
+                "local_world_size": 2,
+            }
+            | {"host": "gpu07", "port": 22345, "store_hosted": False, "launched": True},
         ),
         ({}, SLURM | {"SLURM_NNODES": "1"}, {"host": "127.0.0.1", "loopback": True}),
         ({}, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}, {"host": "10.0.0.1", "port": 5}),
-        ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1"}, {"local_size": 1}),
+        ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1"}, {"local_world_size": 1}),
         # a step that uses a part of the allocation
         (
             {},
@@ -111,18 +141,26 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
                 "SLURM_STEP_NODELIST": "gpu[05,08]",
                 "SLURM_PROCID": "1",
             },
-            {"size": 2, "nodes": 2, "host": "gpu05"},
+            {"world_size": 2, "num_nodes": 2, "host": "gpu05"},
         ),
         # a SLURM allocation of one task is no world
-        ({"nproc": 2}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"launcher": "spawn", "size": 2}),
+        ({"nproc": 2}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"launcher": "spawn", "world_size": 2}),
         # PET_* without torchrun
         (
             {},
             PET,
-            {"launcher": "spawn", "size": 6, "rank": 3, "nodes": 2, "node": 1, "host": "job-0.job", "port": 29500},
+            {
+                "launcher": "spawn",
+                "world_size": 6,
+                "rank": 3,
+                "num_nodes": 2,
+                "node_rank": 1,
+                "host": "job-0.job",
+                "port": 29500,
+            },
         ),
-        ({}, {"PET_NPROC_PER_NODE": "2"}, {"launcher": "spawn", "size": 2, "nodes": 1, "host": "127.0.0.1"}),
-        ({}, {"PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "cpu"}, {"size": 1}),
+        ({}, {"PET_NPROC_PER_NODE": "2"}, {"launcher": "spawn", "world_size": 2, "num_nodes": 1, "host": "127.0.0.1"}),
+        ({}, {"PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "cpu"}, {"world_size": 1}),
     ],
 )
 def test_places(flags: dict[str, Any], env: dict[str, str], expected: dict[str, Any]) -> None:
@@ -131,12 +169,12 @@ def test_places(flags: dict[str, Any], env: dict[str, str], expected: dict[str, 
 
 
 def test_one_process_per_device() -> None:
-    assert place(Launch(multiprocessing_distributed=True), {}, devices=8).size == 8
+    assert place(Launch(multiprocessing_distributed=True), {}, devices=8).world_size == 8
     flags = Launch(multiprocessing_distributed=True, world_size=2, rank=1, dist_url=TCP)
     found = place(flags, {}, devices=4)
-    assert (found.size, found.rank) == (8, 4)  # world size = nodes x devices, rank = node x devices + device
+    assert (found.world_size, found.rank) == (8, 4)  # world size = nodes x devices, rank = node x devices + device
     assert [found.worker(device).rank for device in range(4)] == [4, 5, 6, 7]
-    assert place(Launch(), {"PET_NPROC_PER_NODE": "gpu"}, devices=2).size == 2
+    assert place(Launch(), {"PET_NPROC_PER_NODE": "gpu"}, devices=2).world_size == 2
 
 
 def test_devices_are_not_counted_without_need() -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common.metrics import classification_metrics
+from common.train.evaluate import classification_metrics
 
 
 def metrics(scores: Tensor, targets: Tensor) -> dict[str, float | None]:

@@ -17,16 +17,17 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from common.data import ImageData, digits, idx_folder
-from common.metrics import classification_metrics
-from common.models import DigitNet
-from common.precision import Precision
-from common.proof import parameter_hash
+from common.data.idx import ImageData, digits, idx_folder
+from common.data.models import DigitNet
+from common.train.amp import MixedPrecision
+from common.train.checks import parameter_hash
+from common.train.evaluate import classification_metrics
+from common.train.precision import Precision
 from tests.conftest import ROOT, Programs
 from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, predictions, result, shown
 
-TRAIN = ("-m", "examples.mnist_ddp_spawn.train")
+TRAIN = ("-m", "examples.mnist_ddp_spawn")
 TORCHRUN = ("-m", "torch.distributed.run")
 FP32 = ("--precision", "fp32")
 PROGRAM = "examples/mnist_ddp_spawn/train.py"
@@ -214,10 +215,10 @@ def test_pods_without_torchrun_form_one_world(programs: Programs, tmp_path: Path
 
 
 def test_mutation_ddp_removed(programs: Programs, tmp_path: Path, small: Path) -> None:
-    broken = mutated(tmp_path / "broken", (PROGRAM, "logits = ddp(", "logits = model("))
+    broken = mutated(tmp_path / "broken", (PROGRAM, "logits = model(", "logits = model.module("))
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
     done = programs.run(*run, cwd=broken, code=1)
-    assert "ProofError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
+    assert "CheckError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
     assert not (tmp_path / "out" / "result.json").exists()
 
 
@@ -232,11 +233,21 @@ def test_mutation_set_epoch_removed(
     assert max(abs(a - b) / b for a, b in zip(found[9:], reference[1][9:], strict=True)) > 1e-2
 
 
-def test_mutation_padding_kept_in_training(programs: Programs, tmp_path: Path, small: Path) -> None:
-    change = (PROGRAM, "mine = dealt(total, world)", "mine, total = len(labels), len(labels) * world.size")
-    broken = mutated(tmp_path / "broken", change)
+def test_mutation_padding_kept_in_training(
+    programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]]
+) -> None:
+    broken = mutated(tmp_path / "broken", (PROGRAM, "labels[local_samples:] = PADDING", "pass"))
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
-    assert "ProofError: of 203 samples of the epoch, 0 were lost and 1 trained on more than once" in (
+    programs.run(*run, cwd=broken)
+    found = losses(tmp_path / "out")  # the ninth step of an epoch has 11 samples for 2 ranks
+    torch.testing.assert_close(found[:8], reference[1][:8], rtol=2e-5, atol=0)
+    assert abs(found[8] - reference[1][8]) / reference[1][8] > 1e-2
+
+
+def test_mutation_padding_counted(programs: Programs, tmp_path: Path, small: Path) -> None:
+    broken = mutated(tmp_path / "broken", ("common/train/run.py", "indices[: self.batch_share()[1]]", "indices"))
+    run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
+    assert "CheckError: of 203 samples of the epoch, 0 were lost and 1 trained on more than once" in (
         programs.run(*run, cwd=broken, code=1).stderr
     )
 
@@ -245,11 +256,11 @@ def test_mutation_padding_kept_in_evaluation(programs: Programs, tmp_path: Path,
     broken = mutated(
         tmp_path / "broken",
         (
-            "common/data.py",
-            "range(rank, length, size)",
-            "[p % length for p in range(rank, length + -length % size, size)]",
+            "common/data/samplers.py",
+            "range(rank, length, world_size)",
+            "[p % length for p in range(rank, length + -length % world_size, world_size)]",
         ),
-        ("common/metrics.py", "[:total]", ""),
+        ("common/train/evaluate.py", "[:total]", ""),
     )
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
     programs.run(*run, cwd=broken)
@@ -267,7 +278,7 @@ def undisturbed(
     found = {}
     for nproc in (2, 3):
         out = on_digits[nproc]
-        if Precision().on(torch.device("cpu")).name != "fp32":
+        if MixedPrecision(Precision(), torch.device("cpu")).name != "fp32":
             out = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
             shared_programs.run(*TRAIN, "--nproc", nproc, "--out", out)
         found[nproc] = result(out) | {"losses": losses(out), "out": out}
@@ -353,8 +364,10 @@ def test_the_copys_own_model_may_have_batchnorm_and_no_idle_parameter(programs: 
     flags = (*TRAIN, "--nproc", 2, "--epochs", 1, *FP32, "--out", tmp_path / "out")
     programs.run(*flags, cwd=code)
     assert result(tmp_path / "out")["metrics"]["accuracy"] > 0.5
-    built = "model = numerics.prepare(DigitNet(data.size, data.classes))\n"
-    idle = f"{built[:-1]}; model.spare = torch.nn.Parameter(torch.zeros(1))\n"
+    built = "        model = DDP(\n            run.prepare(DigitNet(data.size, data.classes)),\n"
+    idle = built.replace("        model", "        net = DigitNet(data.size, data.classes)\n        model", 1)
+    idle = idle.replace("DigitNet(data.size, data.classes)),", "net),")
+    idle = idle.replace("        model", "        net.spare = torch.nn.Parameter(torch.zeros(1))\n        model", 1)
     done = programs.run(*flags, cwd=mutated(tmp_path / "idle", (PROGRAM, built, idle)), code=2)
     line = done.stderr.replace(NO_GPU, "")
     assert line.startswith("error: no gradient reaches spare: use them in forward, freeze them"), line
@@ -453,7 +466,7 @@ import runpy, sys
 import torchvision
 torchvision.datasets.MNIST.mirrors = [sys.argv[1]]
 sys.argv = ["train", *sys.argv[2:]]
-runpy.run_module("examples.mnist_ddp_spawn.train", run_name="__main__", alter_sys=True)
+runpy.run_module("examples.mnist_ddp_spawn", run_name="__main__", alter_sys=True)
 """
 
 
