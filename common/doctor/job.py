@@ -13,14 +13,14 @@ from common.launch.collectives import broadcast_object, gather_objects
 
 
 def same_versions(_: Here) -> Findings:
-    """Different versions on different nodes fail late, or train wrongly."""
+    """Different versions on different nodes fail late, or train wrongly. Every rank calls this."""
     if len(set(gather_objects(packages()))) > 1:
         remedy = "use one image on all nodes"
         yield Finding("same versions", "error", "the processes differ, see above", remedy)
 
 
 def round_trip(here: Here) -> Findings:
-    """A sum over all processes, small and large, whose result is known."""
+    """A sum over all processes, small and large, whose result is known. Every rank calls this."""
     rank, size = dist.get_rank(), dist.get_world_size()
     nccl = "nccl" in here.backend
     carriers = {here.device: "nccl" if nccl else here.backend}
@@ -48,7 +48,7 @@ def round_trip(here: Here) -> Findings:
 
 
 def clocks(_: Here) -> Findings:
-    """Clocks that differ make logs and the age of files misleading."""
+    """Clocks that differ make logs and the age of files misleading. Every rank calls this."""
     dist.barrier()
     if everybody := gather_objects(time.time()):
         apart = max(everybody) - min(everybody)
@@ -58,7 +58,7 @@ def clocks(_: Here) -> Findings:
 
 
 def output(here: Here) -> Findings:
-    """Whether rank 0 can write, and whether all see what it has written, which resuming needs."""
+    """Whether rank 0 can write and all see it, which resuming needs. Every rank calls this."""
     out, probe = here.args.out, here.args.out / ".doctor"
     token = broadcast_object(lambda: secrets.token_hex(8))
 

@@ -1,7 +1,7 @@
 """Preflight of a machine, a container or a whole job: what would fail, and what to do about it.
 
     python -m common.doctor                                      # this machine, one process
-    python -m common.doctor --nproc 2 --out runs --data DIR      # may two processes write, and read?
+    python -m common.doctor --nproc 2 --out runs --data DIR      # may both read and write?
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m common.doctor
     python -m common.doctor --json                               # for programs
 
@@ -56,7 +56,7 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
 
 
 def examine(checks: Mapping[str, Check], here: Here) -> list[Finding]:
-    """The findings of some checks; one that fails is a finding, too, and does not end the others."""
+    """The findings of some checks; one that fails is a finding, too, and the others go on."""
     findings: list[Finding] = []
     for name, check in checks.items():
         try:

@@ -83,7 +83,8 @@ def _leave(outcome: dict[str, int]) -> None:
 
 
 def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -> None:
-    args: Any = parse(cls, description=_docstring(module))
+    command = f"python -m {module.removesuffix('.train')}"
+    args: Any = parse(cls, description=_docstring(module), command=command)
     try:
         place = resolve(args.launch, os.environ, _cuda_devices)
     except UserError as error:
@@ -104,7 +105,8 @@ def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -
 def _docstring(module: str) -> str | None:
     """The docstring of a module that is not imported yet."""
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, module
+    assert spec is not None, module
+    assert spec.origin is not None, module
     return ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
 
 
@@ -131,7 +133,10 @@ def _start_fork_server(modules: list[str]) -> None:
 
 
 def parse(
-    cls: type[Args], argv: Sequence[str] | None = None, description: str | None = None
+    cls: type[Args],
+    argv: Sequence[str] | None = None,
+    description: str | None = None,
+    command: str | None = None,
 ) -> Args:
     """Read the flags of `cls` (a frozen dataclass with a docstring under each field).
 
@@ -139,6 +144,7 @@ def parse(
         cls: the dataclass; a nested one adds its own flags without a prefix.
         argv: the words to read; by default those of the command line.
         description: the text above the flags in `--help`; by default the docstring of `cls`.
+        command: what the user types before the flags; by default the path of the program.
 
     Raises:
         SystemExit: code 2 with one line on standard error (from one process only, when a launcher
@@ -148,7 +154,11 @@ def parse(
     try:
         with contextlib.redirect_stderr(captured):
             return tyro.cli(
-                cls, args=argv, description=description, config=(tyro.conf.FlagCreatePairsOff,)
+                cls,
+                prog=command,
+                args=argv,
+                description=description,
+                config=(tyro.conf.FlagCreatePairsOff,),
             )
     except UserError as error:  # raised by the __post_init__ of the dataclasses
         fail(error)

@@ -39,14 +39,6 @@ def memory_left() -> int | None:
     return None
 
 
-def oom_kills() -> int:
-    """How often the kernel has ended a process of this container because memory ran out."""
-    for name in ("memory.events", "memory/memory.oom_control"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return int(dict(line.split() for line in _read(name).splitlines())["oom_kill"])
-    return 0
-
-
 def machine() -> str:
     """A name for the set of cores that this process shares with others of the job."""
     try:

@@ -69,7 +69,7 @@ def share_cores(place: Place, neighbours: int) -> None:
         place: of this process, with its flags.
         neighbours: processes of the job that share this process's cores, itself included.
     """
-    global _share  # noqa: PLW0603 - a process has one share
+    global _share
     _share = max(1, cores() // neighbours)
     torch.set_num_threads(place.flags.threads or _chosen_threads(place) or _share)
 

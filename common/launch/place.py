@@ -63,7 +63,7 @@ class Place:
 
     def export(self, local_rank: int) -> None:
         """Set the variables of one worker, in its own process, as torchrun does."""
-        global _current  # noqa: PLW0603 - a process has one place, as it has one environment
+        global _current
         place = _current = self.worker(local_rank)
         if place.loopback:  # gloo would take the host name's interface, which others can reach
             for library in ("GLOO", "NCCL"):

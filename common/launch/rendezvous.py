@@ -49,7 +49,7 @@ def listen(port: int, loopback: bool) -> socket.socket:
 
 def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """What `init_process_group` calls for `JOB`: yields store, rank and world size."""
-    global joined  # noqa: PLW0603 - torch closes this generator before the group exists
+    global joined
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     me = {
         "name": secrets.token_hex(8),

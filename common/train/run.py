@@ -6,10 +6,10 @@ says at the end what came out. It never calls the model, the loss, backward or t
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from common.train.weights import save_model
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Run(AbstractContextManager["Run"]):
+class Run:
     """Surrounds a training loop; a context manager. Every rank makes one and calls its methods.
 
     Args:
@@ -75,6 +75,9 @@ class Run(AbstractContextManager["Run"]):
             check_writable(args.out, "--out")
         local_batch(self.batch_size, self.shard[1])
         greet(self)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.state.step:
