@@ -24,6 +24,7 @@ PROGRAMS = {
     "manual_allreduce_sgd": "--epochs 2",
     "resnet_pipeline": "--epochs 1 --images 96",
     "gan_ddp": "--epochs 2",
+    "your_model": "--epochs 2",
 }
 LAUNCHERS = ("plain", "spawn", "torchrun", "pods", "slurm")
 

@@ -65,16 +65,16 @@ def newest_step(out: Path) -> int:
 
 def tiny_imagenet(folder: Path, *changes: tuple[str, str, str]) -> Path:
     """A copy of the project in which imagenet_ddp has a model that starts fast, and has no BatchNorm."""
-    source = "model = models.get_model(self.arch, weights=None, **options)"
+    source = "model = models.get_model(recipe.arch, weights=None, num_classes=classes, **options)"
     return mutated(folder, ("examples/imagenet_ddp/recipe.py", source, f"model = {TINY}"), *changes)
 
 
-# A change to imagenet_ddp: every rank notes which samples it trains on, without the program's own proof.
+# A change to all programs: every rank notes which samples it trains on, without the run's own check.
 RECORD = (
-    "examples/imagenet_ddp/train.py",
-    "seen.index_add_(",
-    "(args.out / 'seen').open('a').write(' '.join(map(str, "
-    "[epoch, progress['batch'], world.size, *indices[:mine].tolist()])) + '\\n'); seen.index_add_(",
+    "common/train/run.py",
+    "sample_counts.index_add_(0, seen",
+    "(self.args.out / 'seen').open('a').write(' '.join(map(str, "
+    "[state.epoch, state.batch, self.shard[1], *seen.tolist()])) + '\\n'); sample_counts.index_add_(0, seen",
 )
 
 

@@ -199,7 +199,7 @@ def become_server(code: str, kept: set[int]) -> NoReturn:
         if name.partition(".")[0] in ("common", "examples", "tests"):
             del sys.modules[name]
     # The project's module registers its handler when it is imported again.
-    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers.pop("job", None)  # ty: ignore
+    sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers.pop("job", None)
     forkserver._forkserver._lock = threading.Lock()  # ty: ignore[missing-attribute] # the one that this fork holds
     sys.modules["__main__"] = ModuleType("__main__")  # workers import their main module, unless it is this already
     run_and_end(lambda: exec(code, {"__name__": "__main__"}))

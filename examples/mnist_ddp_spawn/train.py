@@ -1,12 +1,12 @@
 """mnist_ddp_spawn: data-parallel training, with every distributed step in this file.
 
-    python -m examples.mnist_ddp_spawn                                 # a world of one
-    python -m examples.mnist_ddp_spawn --nproc 2                       # two processes
-    python -m examples.mnist_ddp_spawn --nproc 2 --dataset mnist       # MNIST, downloaded once
-    python -m examples.mnist_ddp_spawn --multiprocessing-distributed   # one process per GPU
-    torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn            # started by torchrun
-    python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
-    python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
+python -m examples.mnist_ddp_spawn                                 # a world of one
+python -m examples.mnist_ddp_spawn --nproc 2                       # two processes
+python -m examples.mnist_ddp_spawn --nproc 2 --dataset mnist       # MNIST, downloaded once
+python -m examples.mnist_ddp_spawn --multiprocessing-distributed   # one process per GPU
+torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn            # started by torchrun
+python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
+python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
 """
 
 import torch

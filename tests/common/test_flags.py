@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from common.train.precision import Precision
 
 from common.launch.flags import MAY_CHANGE, Launch, fixed_flags
+from common.train.precision import Precision
 from tests.conftest import ROOT, Programs
 from tests.runs import shown
 

@@ -62,7 +62,8 @@ def hidden_imports(source: str) -> list[str]:
     for function in functions(ast.parse(source)):
         for node in ast.walk(function):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                comment = lines[node.lineno - 1].partition("#")[2]
+                before, line = lines[node.lineno - 2].strip(), lines[node.lineno - 1]
+                comment = line.partition("#")[2] or before.startswith("#") * before
                 if not re.search(r"\d s\b|second|as above|with torch", comment):
                     found.append(lines[node.lineno - 1].strip())
     return found
