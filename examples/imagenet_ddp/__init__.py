@@ -1,1 +1,1 @@
-"""The production script: from a folder of JPEGs to a run on several nodes that can be interrupted and resumed."""
+"""The production script: a folder of JPEGs, several nodes, interruptions and resuming."""

@@ -1,201 +1,121 @@
-"""imagenet_ddp: any torchvision classification model on a folder of images, on one process or many nodes.
+"""imagenet_ddp: any torchvision classification model on a folder of images.
 
 The command lines of pytorch/examples `imagenet/main.py` work here, with GPUs or without.
 
-    python -m examples.imagenet_ddp.train                                       # draws its own images
-    python -m examples.imagenet_ddp.train -a resnet50 DIR                       # DIR/train/CLASS/*, DIR/val/CLASS/*
-    python -m examples.imagenet_ddp.train -a resnet50 --multiprocessing-distributed DIR        # one process per GPU
-    python -m examples.imagenet_ddp.train -a resnet50 --dummy                   # no files: to measure the speed
-    python -m examples.imagenet_ddp.train -a resnet50 -e --resume auto DIR      # evaluate only
-    torchrun --nproc-per-node 8 --max-restarts 3 -m examples.imagenet_ddp.train -a resnet50 --resume auto DIR
-    python -m examples.imagenet_ddp.train -a resnet50 --dist-url tcp://HOST0:29500 --world-size 2 --rank 0 \
-        --multiprocessing-distributed DIR                                       # the first of two nodes
+    python -m examples.imagenet_ddp                                   # draws its own images
+    python -m examples.imagenet_ddp -a resnet50 DIR                   # DIR/{train,val}/CLASS/*
+    python -m examples.imagenet_ddp -a resnet50 --multiprocessing-distributed DIR    # all GPUs
+    python -m examples.imagenet_ddp -a resnet50 --dummy               # no files: measures speed
+    python -m examples.imagenet_ddp -a resnet50 -e --resume auto DIR  # evaluates only
+    torchrun --nproc-per-node 8 --max-restarts 3 -m examples.imagenet_ddp -a resnet50 DIR
+    python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 0 DIR
+    python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 1 DIR
 """
 
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Any
-
-from tyro.conf import OmitArgPrefixes, arg
-
-from common.errors import Stopped, UserError
-from common.flags import at_least, begin, leave
-from common.image_options import ImageOptions
-from common.launcher import Launch, Place
-from common.precision import Precision
-from examples.imagenet_ddp.recipe import Recipe
-
-DEFAULTS = {"folder": (90, 256), "drawn": (6, 48), "dummy": (1, 48)}  # epochs, batch size
-
-
-@dataclass(frozen=True)
-class Args:
-    """The flags of this program."""
-
-    epochs: Annotated[int | None, arg(metavar="N")] = None
-    """Passes over the training set (default: 90; 6 for drawn images, 1 for --dummy)."""
-    batch_size: Annotated[int | None, arg(aliases=["-b"], metavar="N")] = None
-    """GLOBAL batch size in images (default: 256; 48 without DIR)."""
-    accumulate: Annotated[int, arg(metavar="N")] = 1
-    """Backward passes per step, for batches that do not fit into memory at once."""
-    evaluate: Annotated[bool, arg(aliases=["-e"])] = False
-    """Only evaluate the weights that --resume or --pretrained gives."""
-    resume: Annotated[str, arg(metavar="auto|PATH|no")] = "no"
-    """auto (newest valid checkpoint in --out), a checkpoint's path, or no; with -e also a .safetensors file."""
-    seed: int = 0
-    """Seed of parameters, order and crops."""
-    find_unused_parameters: bool = False
-    """Let DDP search for parameters that a forward did not use."""
-    static_graph: bool = False
-    """Promise DDP that every step uses the same parameters in the same order."""
-    profile: Annotated[int, arg(metavar="STEPS")] = 0
-    """Record a trace of this many steps."""
-    print_freq: Annotated[int, arg(aliases=["-p"], metavar="STEPS")] = 10
-    """Steps between lines of the log."""
-    checkpoint_every: Annotated[int, arg(metavar="STEPS")] = 500
-    """Steps between checkpoints (there is one after every epoch, too)."""
-    keep: Annotated[int, arg(metavar="N")] = 2
-    """Checkpoints that stay."""
-    out: Path = Path("runs/imagenet_ddp")
-    """Folder for everything that the run writes."""
-    images: OmitArgPrefixes[ImageOptions] = ImageOptions()
-    recipe: OmitArgPrefixes[Recipe] = Recipe()
-    launch: OmitArgPrefixes[Launch] = Launch()
-    numbers: OmitArgPrefixes[Precision] = Precision(channels_last="yes")
-
-    def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, accumulate=self.accumulate, keep=self.keep)
-        at_least(1, print_freq=self.print_freq, checkpoint_every=self.checkpoint_every)
-        at_least(0, profile=self.profile, seed=self.seed)
-        if self.evaluate and self.resume == "no" and not self.recipe.pretrained:
-            raise UserError("--evaluate needs weights: give --resume auto, --resume PATH or --pretrained")
-
-
-if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, workers start meanwhile
-    args, place = begin(Args, __doc__, preload_also=("common.images", "torchvision.models"))
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.nn import CrossEntropyLoss
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from common.checkpoint import Checkpoints, load_model
-from common.data import dealt, eval_batches, local_batch, train_loader
-from common.distributed import Stop, World, launch, settle, taking_part
-from common.metrics import evaluate
-from common.proof import prove_replicas_agree, prove_seen_once
-from common.report import Report
-from common.seed import seed_everything
+from common.images.loader import eval_loader, train_loader, warn_of_broken
+from common.images.sets import load_images
+from common.launch.args import start
+from common.launch.device import choose_device
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.rendezvous import JOB
+from common.launch.spawn import launch
+from common.train.checks import check_replicas
+from common.train.ddp import check_smallest_batch, warm_up_buckets
+from common.train.evaluate import evaluate
+from common.train.loader import local_batch
+from common.train.run import Run
+from examples.imagenet_ddp.args import Args
+from examples.imagenet_ddp.evaluate import evaluate_only
+from examples.imagenet_ddp.recipe import build_model, make_ema, make_optimizer, make_scheduler
+
+PADDING = -100  # a label that CrossEntropyLoss ignores
 
 
+def main(place: Place, args: Args) -> None:
+    """Spawn this node's processes, unless torchrun or srun has started them already."""
+    launch(main_worker, place, args)
+
+
+@record
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job."""
-    with taking_part(place, local_rank) as world:
-        dist.init_process_group(
-            world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
-        )
-        with Report("imagenet_ddp", args.out / "evaluation" if args.evaluate else args.out, world) as report:
-            train(args, world, report)
+    place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, ... as torchrun sets them
+    device, backend = choose_device(args.launch, local_rank)
+    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
+    (evaluate_only if args.evaluate else train)(args, device)
+    dist.destroy_process_group()
 
 
-def train(args: Args, world: World, report: Report) -> None:
+def train(args: Args, device: torch.device) -> None:
     """Train and evaluate; every rank runs this with its own share of the data."""
-    chosen = zip((args.epochs, args.batch_size), DEFAULTS[args.images.kind], strict=True)
-    epochs, batch_size = (given or default for given, default in chosen)
-    micro = local_batch(batch_size, world, args.accumulate)  # images per rank and backward pass
-    numerics = args.numbers.on(world.device)
-    seed_everything(args.seed, world.rank, args.numbers.deterministic)
-    data = args.images.load(args.seed, args.out, world)
-    shares = f"{world.size} rank(s) x {args.accumulate} backward pass(es) x {micro}"
-    report.introduce(f"{args.recipe.arch} on {data}", numerics, batch_size, shares)
-    loader, sampler = train_loader(data.train, batch_size, world, numerics, args.seed, args.images.workers)
-    test_loader = eval_batches(data.val, 2 * micro, world, numerics, args.images.workers)
-    model = numerics.prepare(args.recipe.model(len(data.classes), data.size, world, not args.evaluate))
-    average = args.recipe.average(model)  # of the weights, with --ema
-    judged = average.module if average else model
-
-    def judge(label: str) -> float:
-        for buffer in model.buffers():  # BatchNorm's statistics: each rank has its own since its last forward
-            dist.broadcast(buffer, 0)
-        with report.evaluating():
-            found = evaluate(judged, test_loader, numerics, world, len(data.classes))
-        report.skipped(loader.broken | test_loader.broken)
-        report.epoch(label, progress["step"], found, data.val.names)
-        progress["metrics"] = found.metrics
-        return found.metrics["accuracy"]
-
-    settings = {"epochs": epochs, "global_batch": batch_size, "seed": args.seed}
-    config = settings | asdict(args.recipe) | data.identity | numerics.settings
-    progress: dict[str, Any] = {"epoch": args.recipe.start_epoch, "batch": 0, "step": 0, "best": -1.0, "metrics": {}}
-    if args.evaluate:
-        progress["best"] = judge(f"evaluation of {load_model(args.resume, args.out, judged, world)}")
-    else:
-        ddp = DistributedDataParallel(
-            numerics.compiled(model),
-            device_ids=[world.device] if world.device.type == "cuda" else None,
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(args.seed + rank)  # dropout differs; DDP sends rank 0's parameters to all
+    data, recipe = load_images(args.images, args.seed, args.out), args.recipe
+    epochs, batch_size = args.num_epochs, args.global_batch
+    passes = f"{world_size} rank(s) x {args.accumulate} backward pass(es)"
+    micro_batch = local_batch(batch_size, world_size * args.accumulate, passes)
+    shown = {"what": f"{recipe.arch} on {data}", "shares": f"{passes} x {micro_batch}"}
+    with Run(args, device, data, **args.options, **shown) as run:
+        loader = train_loader(data.train, batch_size, run.amp, args.seed, args.images.workers)
+        test_loader = eval_loader(data.val, 2 * micro_batch, run.amp, args.images.workers)
+        network = build_model(recipe, len(data.classes), data.size, device)
+        model = DDP(
+            run.prepare(network),
+            device_ids=[device] if device.type == "cuda" else None,
             find_unused_parameters=args.find_unused_parameters,
             static_graph=args.static_graph,
             gradient_as_bucket_view=True,  # saves a copy of the gradients
         )
-        criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.recipe.label_smoothing)
-        optimizer = args.recipe.optimizer(model, batch_size)
-        schedule = args.recipe.schedule(optimizer, len(loader), epochs)
-        parts = {"model": model, "optimizer": optimizer, "schedule": schedule} | ({"ema": average} if average else {})
-        checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world, args.keep)
-        start = checkpoints.load(args.resume)
-        progress = start.progress if start else progress
-        report.begin(progress["step"], start)
-        with numerics.autocast():
-            settle(ddp, numerics.images(torch.zeros(sampler.smallest(micro), 3, data.size, data.size)))
+        ema = make_ema(recipe, network)
+        eval_model = ema.module if ema else network
+        optimizer = make_optimizer(recipe, model, batch_size)
+        scheduler = make_scheduler(recipe, optimizer, len(loader), epochs)
+        criterion = CrossEntropyLoss(reduction="sum", label_smoothing=recipe.label_smoothing)
+        name_broken = partial(warn_of_broken, run, loader, test_loader)
+        run.state.epoch = recipe.start_epoch
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        run.resume(before_save=name_broken, **parts, **({"ema": ema} if ema else {}))
+        smallest = torch.zeros(loader.batch_sampler.smallest(micro_batch), 3, data.size, data.size)
+        with run.autocast():
+            check_smallest_batch(network, run.amp.to_device(smallest))
+        warm_up_buckets(model)  # a resumed run then adds gradients in the same order
 
-        with checkpoints, report.profiling(args.profile), Stop() as stop:
-            for epoch in range(progress["epoch"], epochs):
-                sampler.set_epoch(epoch, progress["batch"])  # a new permutation, from the batch to go on with
-                seen = sampler.seen()  # by the run that this one resumes
-                name = f"epoch {epoch + 1}/{epochs}"
-                for images, labels, indices in report.steps(loader, name, len(loader), progress["batch"]):
-                    total = min(
-                        batch_size, len(data.train) - progress["batch"] * batch_size
-                    )  # the last batch may be smaller
-                    mine = dealt(total, world)  # what this rank has beyond these is padding
-                    optimizer.zero_grad()
-                    losses = []
-                    for first in range(0, len(images), micro):
-                        end, last = min(first + micro, mine), first + micro >= len(images)
-                        with nullcontext() if last else ddp.no_sync():  # gradients are averaged with the last backward
-                            with numerics.autocast():
-                                logits = ddp(images[first : first + micro])[: max(0, end - first)]
-                            # DDP averages over the ranks: W/total of the sum is the mean over the global batch.
-                            loss = criterion(logits.float(), labels[first:end]) * (world.size / total)
-                            loss.backward()
-                        losses.append(loss.detach())
-                    optimizer.step()
-                    schedule.step()
-                    if average:
-                        average.update_parameters(model)
-                    seen.index_add_(0, indices[:mine], torch.ones(mine, dtype=torch.int32))
-                    progress["batch"] += 1
-                    progress["step"] += 1
-                    report.loss(progress["step"], torch.stack(losses).sum(), total)
-                    if progress["step"] % args.print_freq == 0:
-                        report.progress(f"{name}, step {progress['batch']}/{len(loader)}")
-                    signum = stop.agreed()
-                    if signum or progress["step"] % args.checkpoint_every == 0 or progress["batch"] == len(loader):
-                        report.gather_losses()
-                        checkpoints.save(progress)
-                    if signum:
-                        raise Stopped(signum, f"checkpoint at step {progress['step']}; go on with --resume auto")
-
-                report.gather_losses()
-                prove_seen_once(seen)
-                progress["best"] = report.best(judged, judge(name), progress["best"])
-                progress |= {"epoch": epoch + 1, "batch": 0}
-                checkpoints.save(progress)
-
-    config |= data.facts | {"metrics": progress["metrics"] | {"best_accuracy": progress["best"]}}
-    report.finish(**config, steps=progress["step"], parameter_hash=prove_replicas_agree(judged, world))
+        for epoch in run.epochs(epochs):
+            loader.batch_sampler.set_epoch(epoch)  # without this, every epoch has the same order
+            for images, labels in run.steps(loader):  # [B, 3, H, W], [B], on the device
+                batch_samples, local_samples = run.batch_share()
+                labels[local_samples:] = PADDING
+                optimizer.zero_grad()
+                loss = torch.zeros((), device=device)
+                for first in range(0, len(labels), micro_batch):
+                    last = first + micro_batch >= len(labels)
+                    # Gradients add up here; DDP averages them in the last backward only.
+                    with nullcontext() if last else model.no_sync():
+                        with run.autocast():
+                            logits = model(images[first : first + micro_batch]).float()
+                        loss_sum = criterion(logits, labels[first : first + micro_batch])
+                        # The average over the ranks is the mean over the global batch.
+                        micro_loss = loss_sum * world_size / batch_samples
+                        micro_loss.backward()
+                    loss += micro_loss.detach()
+                optimizer.step()
+                scheduler.step()
+                if ema:
+                    ema.update_parameters(network)
+                run.log(loss)
+            evaluation = evaluate(eval_model, test_loader, len(data.classes), run.autocast)
+            run.end_epoch(evaluation, model=eval_model, names=data.val.names)
+        run.finish(parameter_hash=check_replicas(eval_model), skipped_images=name_broken())
 
 
 if __name__ == "__main__":
-    leave(launch(main_worker, place, args))
+    start(Args, "examples.imagenet_ddp.train:main")

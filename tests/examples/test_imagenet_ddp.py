@@ -11,8 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -21,24 +19,28 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision import models
 
-from common.data import MEAN, STD, local_batch
-from common.distributed import World
-from common.errors import UserError
-from common.image_options import ImageOptions
-from common.images import ImageFolder
-from common.launcher import Launch
-from common.metrics import classification_metrics
-from examples.imagenet_ddp.recipe import Recipe
+from common.images.args import ImageArgs
+from common.images.folder import ImageFolder
+from common.images.loader import MEAN, STD
+from common.launch.errors import UserError
+from common.launch.flags import Launch
+from common.train.evaluate import classification_metrics
+from common.train.loader import local_batch
+from examples.imagenet_ddp.args import Recipe
+from examples.imagenet_ddp.recipe import build_model, make_scheduler
 from tests.conftest import ROOT, Programs
 from tests.make_data import draw_folder
 from tests.runs import NO_GPU, TINY, Eventually, losses, mutated, newest_step, predictions, result, tiny_imagenet
 
-TRAIN = ("-m", "examples.imagenet_ddp.train")
+TRAIN = ("-m", "examples.imagenet_ddp")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-PROGRAM, RECIPE = "examples/imagenet_ddp/train.py", "examples/imagenet_ddp/recipe.py"
+PROGRAM = "examples/imagenet_ddp/train.py"
 # 101 images: 9 batches of 12, the last of 5; neither 2 nor 3 nor 4 divides it
 FLAGS = ("--epochs", 5, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
-CPU = cast("World", SimpleNamespace(device=torch.device("cpu"), size=1, is_main=True))
+CPU = torch.device("cpu")
+NO_WEIGHTS = re.compile(
+    r"error: --pretrained: https://\S+ could not be downloaded, or read \(.*\); put that file into .*\n"
+)
 Reference = tuple[nn.Module, list[float], dict[str, Tensor]]
 
 
@@ -51,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project with a model that starts fast and has no BatchNorm, in place of torchvision's."""
+    """The project with a model that starts fast and has no BatchNorm, instead of torchvision's."""
     return tiny_imagenet(tmp_path_factory.mktemp("tiny"))
 
 
@@ -176,6 +178,16 @@ def test_killed_and_resumed_is_bit_identical(
     assert losses(tmp_path) == losses(undisturbed[3])
 
 
+def test_a_static_graph_is_resumed_bit_for_bit(programs: Programs, tmp_path: Path, tiny: Path, folder: Path) -> None:
+    """Its buckets are laid out anew one step later; with three ranks the layout decides the order of additions."""
+    flags = (*TRAIN, "--nproc", 3, *FLAGS, "--epochs", 2, "--static-graph", folder)
+    programs.run(*flags, "--checkpoint-every", 4, "--keep", 9, "--out", tmp_path / "whole", cwd=tiny)
+    middle = next((tmp_path / "whole/checkpoints").glob("step-00000004-*"))
+    programs.run(*flags, "--resume", middle, "--out", tmp_path / "resumed", cwd=tiny)
+    hashes = {result(tmp_path / out)["parameter_hash"] for out in ("whole", "resumed")}
+    assert len(hashes) == 1
+
+
 def test_cache_accumulation_and_ddp_options_change_nothing_that_they_should_not(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], reference: Reference
 ) -> None:
@@ -296,8 +308,7 @@ def test_pretrained_weights_but_for_the_last_layer(programs: Programs, tmp_path:
     empty = programs.run(
         *flags, folder, env={"TORCH_HOME": str(tmp_path / "empty"), "https_proxy": "http://127.0.0.1:9"}, code=2
     )
-    assert re.fullmatch(r"error: --pretrained: https://\S+ cannot be had \(.*\); put that file into .*\n",
-                        empty.stderr.replace(NO_GPU, ""))  # fmt: skip
+    assert NO_WEIGHTS.fullmatch(empty.stderr.replace(NO_GPU, ""))
 
 
 class Payload:
@@ -316,8 +327,7 @@ def test_no_code_in_pretrained_weights_is_executed(programs: Programs, tmp_path:
     torch.save(Payload(tmp_path / "executed"), file)
     flags = (*TRAIN, "-a", "resnet18", "--pretrained", "--nproc", 2, "--image-size", 32, "-b", 12)
     done = programs.run(*flags, "--out", tmp_path / "out", folder, env={"TORCH_HOME": str(tmp_path)}, code=2)
-    assert re.fullmatch(r"error: --pretrained: https://\S+ cannot be had \(.*\); put that file into .*\n",
-                        done.stderr.replace(NO_GPU, ""))  # fmt: skip
+    assert NO_WEIGHTS.fullmatch(done.stderr.replace(NO_GPU, ""))
     assert not (tmp_path / "executed").exists()
 
 
@@ -362,13 +372,16 @@ def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[o
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        (lambda: Recipe(arch="alexnet").model(10, 32, CPU, True), "-a alexnet cannot take images of 32x32"),
-        (lambda: Recipe(arch="vit_b_32").model(10, 50, CPU, True), "-a vit_b_32 cannot take images of 50x50"),
-        (lambda: Recipe(sync_bn=True).model(10, 64, CPU, True), "--sync-bn: torch's SyncBatchNorm takes CUDA tensors"),
-        (lambda: Recipe(start_epoch=3).schedule(sgd(), 10, 3), "--start-epoch 3: the run ends after --epochs 3"),
+        (lambda: build_model(Recipe(arch="alexnet"), 10, 32, CPU), "-a alexnet cannot take images of 32x32"),
+        (lambda: build_model(Recipe(arch="vit_b_32"), 10, 50, CPU), "-a vit_b_32 cannot take images of 50x50"),
+        (lambda: build_model(Recipe(sync_bn=True), 10, 64, CPU), "--sync-bn: torch's SyncBatchNorm takes CUDA tensors"),
+        (lambda: make_scheduler(Recipe(start_epoch=3), sgd(), 10, 3), "--start-epoch 3: the run ends after --epochs 3"),
         (lambda: Recipe(momentum=1), "--momentum 1: give a number from 0 to below 1"),
-        (lambda: ImageOptions(dummy=True, directory=Path("DIR")), "--dummy makes images up: leave out DIR"),
-        (lambda: local_batch(8, CPU, 3), r"--batch-size 8 \(global\) cannot be divided by 1 ranks x 3 backward passes"),
+        (lambda: ImageArgs(dummy=True, directory=Path("DIR")), "--dummy makes images up: leave out DIR"),
+        (
+            lambda: local_batch(8, 3, "1 rank x 3 passes"),
+            r"-size 8 \(global\) cannot be divided by 1 rank x 3 passes; use 9",
+        ),
         (lambda: Launch(gpu=0, nproc=2), "--gpu 0 is for a single process"),
         (lambda: Launch(no_accel=True, device="cuda"), "--no-accel contradicts --device cuda"),
     ],
@@ -391,7 +404,7 @@ def test_every_model_of_torchvision_can_be_built() -> None:
         ("vit_b_32", 64),
         ("swin_t", 64),
     ):
-        model = Recipe(arch=arch).model(7, size, CPU, training=True)
+        model = build_model(Recipe(arch=arch), 7, size, CPU)
         assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
 
 
@@ -424,8 +437,11 @@ def test_skipped_images_are_named_and_counted(programs: Programs, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ((PROGRAM, "logits = ddp(", "logits = model("), "the replicas differ: rank(s) 1 hold other parameters"),
-        ((PROGRAM, "mine = dealt(total, world)", "mine = len(images)"), "0 were lost and 1 trained on more than once"),
+        ((PROGRAM, "logits = model(", "logits = network("), "the replicas differ: rank(s) 1 hold other parameters"),
+        (
+            ("common/train/run.py", "local_samples(self._batch_samples, *self.shard)", "-(-self._batch_samples // 2)"),
+            "0 were lost and 1 trained on more than once",
+        ),
     ],
 )
 def test_mutations_are_noticed_by_the_run_itself(
@@ -437,18 +453,29 @@ def test_mutations_are_noticed_by_the_run_itself(
 
 
 def test_mutation_statistics_of_batch_norm_not_shared(programs: Programs, tmp_path: Path, folder: Path) -> None:
-    places = (PROGRAM, "common/metrics.py")  # of the model that is trained, and of the one that is evaluated
-    broken = mutated(tmp_path / "broken", *((place, "dist.broadcast(buffer, 0)", "pass") for place in places))
+    broken = mutated(tmp_path / "broken", ("common/launch/collectives.py", "dist.broadcast(buffer, 0)", "pass"))
     flags = ("--nproc", 2, "--epochs", 1, "-b", 34, "--image-size", 64, "--out", tmp_path / "out", folder)
     assert "the replicas differ" in programs.run(*TRAIN, *flags, cwd=broken, code=1).stderr
 
 
-def test_mutation_of_the_epochs_order(programs: Programs, tmp_path: Path, folder: Path, reference: Reference) -> None:
-    broken = tiny_imagenet(tmp_path / "broken", (PROGRAM, "set_epoch(epoch, ", "set_epoch(0, "))
-    programs.run(*TRAIN, *FLAGS, "--out", tmp_path / "out", folder, cwd=broken)
+@pytest.mark.parametrize(
+    ("change", "right"),
+    [
+        (("sampler.set_epoch(epoch)", "sampler.set_epoch(0)"), 9),  # steps, up to the first that must be wrong
+        (("labels[local_samples:] = PADDING", "labels[local_samples:] += 0"), 8),  # the last batch: 5 of 2 ranks
+        (("with nullcontext() if last else model.no_sync()", "with model.no_sync()"), 1),
+        (("loss_sum * world_size", "loss_sum"), 0),
+    ],
+)
+def test_mutations_that_parity_notices(
+    programs: Programs, tmp_path: Path, folder: Path, reference: Reference, change: tuple[str, str], right: int
+) -> None:
+    broken = tiny_imagenet(tmp_path / "broken", (PROGRAM, *change))
+    flags = ("--nproc", 2, *FLAGS, "--accumulate", 2, "--out", tmp_path / "out", folder)
+    programs.run(*TRAIN, *flags, cwd=broken, code=1 if "no_sync" in change[0] else 0)
     found = losses(tmp_path / "out")
-    torch.testing.assert_close(found[:9], reference[1][:9], rtol=2e-4, atol=0)
-    assert max(abs(a - b) / b for a, b in zip(found[9:], reference[1][9:], strict=True)) > 1e-2
+    torch.testing.assert_close(found[:right], reference[1][:right], rtol=2e-4, atol=0)
+    assert max(abs(a - b) / b for a, b in zip(found[right:], reference[1][right:], strict=False)) > 1e-2
 
 
 SRUN = """#!{python}

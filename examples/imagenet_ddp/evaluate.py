@@ -1,0 +1,34 @@
+"""`--evaluate`: the metrics of weights that are there already."""
+
+from dataclasses import replace
+
+import torch
+
+from common.images.loader import eval_loader, warn_of_broken
+from common.images.sets import load_images
+from common.train.checks import check_replicas
+from common.train.evaluate import evaluate
+from common.train.loader import local_batch
+from common.train.run import Run
+from common.train.weights import load_model
+from examples.imagenet_ddp.args import Args
+from examples.imagenet_ddp.recipe import build_model
+
+
+def evaluate_only(args: Args, device: torch.device) -> None:
+    """Evaluate the weights of --resume or --pretrained; the results go to --out/evaluation.
+
+    Every rank calls this, and evaluates its own shard.
+    """
+    data = load_images(args.images, args.seed, args.out)
+    what = f"{args.recipe.arch} on {data}"
+    apart = replace(args, out=args.out / "evaluation")  # what the training has written stays
+    with Run(apart, device, data, what=what, **args.options) as run:
+        batch_size = 2 * local_batch(args.global_batch)  # no gradients: twice that of training fits
+        loader = eval_loader(data.val, batch_size, run.amp, args.images.workers)
+        network = build_model(args.recipe, len(data.classes), data.size, device, training=False)
+        model = run.amp.prepare(network)
+        weights = load_model(args.resume, args.out, model)
+        evaluation = evaluate(model, loader, len(data.classes), run.autocast)
+        run.evaluated(f"evaluation of {weights}", evaluation, data.val.names)
+        run.finish(parameter_hash=check_replicas(model), skipped_images=warn_of_broken(run, loader))
