@@ -1,55 +1,64 @@
 """The discriminator's iteration: the rule, and the ways to break it.
 
-DDP prepares its reduction of gradients in a forward, and ends it in the backward after that. So a wrapped network does
-one forward and one backward per iteration, on everything that it has to see.
+DDP prepares the averaging of gradients in a forward and completes it in the backward that follows.
+So a wrapped network does one forward and one backward per iteration, on everything that it has to
+see.
 """
-
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Way = Literal["no", "two-forwards", "two-passes", "two-backwards"]
+from examples.gan_ddp.args import Violation
 
 
-def losses(real: Tensor, fake: Tensor) -> Tensor:
-    """The sum of the discriminator's losses, from its logits for real and for generated images."""
+def loss_sum(real: Tensor, fake: Tensor) -> Tensor:
+    """The sum of the discriminator's losses, a scalar.
+
+    Args:
+        real: its logits for real images, [N].
+        fake: its logits for generated images, [M].
+    """
     return F.softplus(-real).sum() + F.softplus(fake).sum()
 
 
-def discriminator_backward(way: Way, wrapped: nn.Module, reals: Tensor, fakes: Tensor, scale: float) -> Tensor:
-    """Compute the discriminator's gradients.
+def discriminator_backward(
+    violation: Violation, discriminator_ddp: nn.Module, reals: Tensor, fakes: Tensor, scale: float
+) -> Tensor:
+    """Compute the discriminator's gradients. Every rank calls this.
 
     Args:
-        way: `no` follows the rule. The others break it:
-            two-forwards, then one backward of both losses: DDP writes the buffers, if there are any (BatchNorm's),
-            before each forward; for autograd that was a change in place, an error, until torch's pull request 175851;
-            two-passes, each a forward and a backward: right, but all gradients are sent twice;
-            two-backwards after two forwards: the second one's gradients are not averaged, and nothing says so.
-        wrapped: the discriminator in DDP.
-        reals: [N, 1, H, W].
-        fakes: [N, 1, H, W], without gradient.
-        scale: of the sum of the losses.
+        violation: `no` follows the rule. The others break it:
+            two-forwards, then one backward of both losses: DDP writes the buffers, if there are
+            any (BatchNorm's), before each forward. Autograd took that for an in-place change, an
+            error, until torch's pull request 175851;
+            two-passes, each a forward and a backward: correct, but all gradients are sent twice;
+            two-backwards after two forwards: the gradients of the second are not averaged, and
+            DDP does not report it.
+        discriminator_ddp: the discriminator in DDP.
+        reals: [N, 1, H, W], from -1 to 1.
+        fakes: [M, 1, H, W], without gradient.
+        scale: factor of the sum of the losses.
 
     Returns:
-        `scale` times the sum of the losses, without gradient.
+        `scale` times the sum of the losses, a scalar without gradient.
     """
-    if way == "no":
-        real, fake = wrapped(torch.cat([reals, fakes])).float().split([len(reals), len(fakes)])
-        loss = losses(real, fake) * scale
+    if violation == "no":
+        logits = discriminator_ddp(torch.cat([reals, fakes])).float()  # [N + M]
+        real, fake = logits.split([len(reals), len(fakes)])
+        loss = loss_sum(real, fake) * scale
         loss.backward()
         return loss.detach()
-    nothing = reals.new_zeros(0)
-    if way == "two-passes":
-        first = losses(wrapped(reals).float(), nothing) * scale
+    none = reals.new_zeros(0)
+    if violation == "two-passes":
+        first = loss_sum(discriminator_ddp(reals).float(), none) * scale
         first.backward()
-        second = losses(nothing, wrapped(fakes).float()) * scale
+        second = loss_sum(none, discriminator_ddp(fakes).float()) * scale
         second.backward()
         return (first + second).detach()
-    real, fake = wrapped(reals).float(), wrapped(fakes).float()
-    first, second = losses(real, nothing) * scale, losses(nothing, fake) * scale
-    if way == "two-forwards":
+    real, fake = discriminator_ddp(reals).float(), discriminator_ddp(fakes).float()
+    first, second = loss_sum(real, none) * scale, loss_sum(none, fake) * scale
+    if violation == "two-forwards":
         (first + second).backward()
     else:
         first.backward()

@@ -1,10 +1,23 @@
-"""Data parallelism within one process, by hand: what `nn.DataParallel` does, in eight steps that can be watched.
+"""Data parallelism within one process, by hand: `nn.DataParallel` in eight steps to be watched.
 
-The steps are those of https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html and of the backward
-that autograd derives from them. Here nothing between devices is left to autograd, so every copy stands in this file,
-and both passes run in one thread per device. (autograd alone would run the backward of all CPU replicas in one thread.)
+The steps are those of https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html and
+of the backward that autograd derives from them:
 
-A "device" may also be the CPU, as often as one likes: each replica is then a copy of the model, with its own thread.
+    1 images and labels --> first device
+    2 scatter               chunk 0         chunk 1         ...
+    3 replicate             the model  -->  a copy     -->  ...
+    4 forward               logits 0        logits 1        ...   one thread per device
+    5 gather                logits     <--  <--  <--        then the loss, on the first device
+    6 backward              gradient 0 -->  gradient 1 -->  ...   one thread per device
+    7 reduce                sum        <--  <--  <--        of the gradients of all parameters
+    8 optimizer.step()      the model is updated, on the first device
+
+Here nothing between devices is left to autograd: every copy is written in this file, and both
+passes run in one thread per device. (Autograd alone would run the backward of all CPU replicas in
+one thread.)
+
+A "device" may also be the CPU, any number of times: each replica is then a copy of the model, with
+its own thread.
 """
 
 import copy
@@ -15,52 +28,62 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from common.precision import Numerics
+from common.train.amp import MixedPrecision
 from examples.mnist_dataparallel.explain import Explanation
 
 Result = TypeVar("Result")
 
 
 class Net(nn.Module):
-    """What runs on every device: the model and, where it gets labels, the loss.
+    """What runs on every device: the model and, if it gets labels, the loss.
 
-    Autocast is entered here, because it belongs to a thread: entered outside, it would not reach the replicas' threads
-    (or, with `nn.DataParallel`, reach them as float16, whatever type was asked for).
+    Autocast is entered here, because it belongs to a thread: entered outside, it would not reach
+    the replicas' threads (or, with `nn.DataParallel`, reach them as float16, whatever type was
+    chosen).
 
     Args:
         model: images [N, C, H, W] to logits [N, classes].
-        criterion: logits and labels to the SUM of the losses: sums of chunks add up whatever their sizes.
-        numerics: precision.
+        criterion: logits and labels to the SUM of the losses: sums of chunks add up to that of the
+            batch, whatever the sizes of the chunks.
+        amp: the precision.
     """
 
-    def __init__(self, model: nn.Module, criterion: nn.Module, numerics: Numerics) -> None:
+    def __init__(self, model: nn.Module, criterion: nn.Module, amp: MixedPrecision) -> None:
         super().__init__()
-        self.model, self.criterion, self.numerics = model, criterion, numerics
+        self.model, self.criterion, self.amp = model, criterion, amp
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits [N, classes] or, with labels [N], the sum of the losses as [1] (gathering scalars would warn)."""
-        with self.numerics.autocast():
+        """Logits [N, classes]; with labels [N], the sum of the losses [1].
+
+        (Not a scalar: gathering scalars would warn.)
+        """
+        with self.amp.autocast():
             logits = self.model(images)
-        return logits.float() if labels is None else self.criterion(logits.float(), labels).unsqueeze(0)
+        if labels is None:
+            return logits.float()
+        return self.criterion(logits.float(), labels).unsqueeze(0)
 
 
 def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Cut a batch [N, ...] into chunks of ceil(N / devices) and send them: 5 samples on 4 devices are 2, 2, 1.
+    """Cut a batch [N, ...] into chunks of ceil(N / devices) and send each to its device.
 
-    So there can be fewer chunks than devices. An empty batch is one empty chunk: the first device still takes part.
+    5 samples on 4 devices are 2, 2, 1: there can be fewer chunks than devices. An empty batch is
+    one empty chunk: the first device still takes part.
     """
     chunks = [chunk for chunk in batch.chunk(len(devices)) if len(chunk)] or [batch]
-    return [chunk.to(device, non_blocking=True) for chunk, device in zip(chunks, devices, strict=False)]
+    return [
+        chunk.to(device, non_blocking=True) for chunk, device in zip(chunks, devices, strict=False)
+    ]
 
 
 @torch.no_grad()
 def replicate(replicas: Sequence[nn.Module]) -> None:
     """Copy parameters and buffers of the first replica, which is the model itself, to the others.
 
-    What a forward changed in a copy, like BatchNorm's statistics, is overwritten: only the first chunk's counts.
+    What a forward changed in a copy, like BatchNorm's statistics, is overwritten: only those of the
+    first chunk stay.
     """
     source = [*replicas[0].parameters(), *replicas[0].buffers()]
     for replica in replicas[1:]:
@@ -69,62 +92,70 @@ def replicate(replicas: Sequence[nn.Module]) -> None:
         torch._foreach_copy_(target, source, non_blocking=True)
 
 
-def gather(pieces: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One tensor [N, ...] on one device from the replicas' outputs; the way back is `scatter_gradient`."""
-    return torch.cat([piece.detach().to(device, non_blocking=True) for piece in pieces])
+def gather(outputs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The replicas' outputs [n, ...] as one tensor [N, ...] on one device.
+
+    `scatter_gradient` is the way back.
+    """
+    return torch.cat([output.detach().to(device, non_blocking=True) for output in outputs])
 
 
 def scatter_gradient(gradient: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Cut the gradient of the gathered outputs, and send to each device the part of its own."""
-    pieces = gradient.split([len(output) for output in outputs])
-    return [piece.to(output.device, non_blocking=True) for piece, output in zip(pieces, outputs, strict=True)]
+    """Cut the gradient of the gathered outputs, and send each device the part of its own output."""
+    parts = gradient.split([len(output) for output in outputs])
+    return [
+        part.to(output.device, non_blocking=True)
+        for part, output in zip(parts, outputs, strict=True)
+    ]
 
 
 @torch.no_grad()
 def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
-    """Add the gradients of all replicas to those of the first, always in the same order, and forget them elsewhere."""
+    """Add the gradients of all replicas to those of the first, and drop them elsewhere.
+
+    The order is always the same, so the sums are, bit for bit.
+    """
     for parameter, *copies in zip(*(replica.parameters() for replica in replicas), strict=True):
         for each in copies:
-            if each.grad is not None:  # unused in this forward
+            if each.grad is not None:  # None: not used in this forward
                 gradient = each.grad.to(parameter.device, non_blocking=True)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                )
                 each.grad = None
-
-
-def average_over_processes(model: nn.Module) -> None:
-    """Average the gradients, which are sums over this process's replicas, over all processes: one message."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])  # [all parameters], on the first device
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(mean.view_as(gradient))
 
 
 class EightSteps:
     """A model that trains on several devices at once, in one process.
 
     Args:
-        net: all its parameters and buffers lie on the first device.
+        net: all its parameters and buffers are on the first device.
         devices: one per replica. With one device there is no thread, and no copy of the model.
-        loss_inside: compute the loss in the replicas, so that numbers are gathered in place of logits.
+        loss_inside: compute the loss in the replicas, so that numbers are gathered, not logits.
         explanation: is told what each step did.
 
     Raises:
-        RuntimeError: a parameter or buffer lies elsewhere.
+        RuntimeError: a parameter or buffer is on another device.
     """
 
     name = "eight steps by hand"
 
     def __init__(
-        self, net: Net, devices: Sequence[torch.device], loss_inside: bool, explanation: Explanation | None = None
+        self,
+        net: Net,
+        devices: Sequence[torch.device],
+        loss_inside: bool,
+        explanation: Explanation | None = None,
     ) -> None:
         self.devices, self.loss_inside = devices, loss_inside
         self.explanation = explanation or Explanation()
         for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
             if tensor.device != devices[0]:
-                raise RuntimeError(f"{name} lies on {tensor.device}; the model belongs on the first of {devices}")
-        # The copies as Python objects are made once (torch makes them in every forward); their content in each step 3.
+                raise RuntimeError(
+                    f"{name} lies on {tensor.device}; the model belongs on the first of {devices}"
+                )
+        # The copies are made as Python objects once (torch makes them in every forward); step 3
+        # only fills them.
         self.replicas = [net, *(copy.deepcopy(net).to(device) for device in devices[1:])]
         self.samples = [0] * len(devices)
         """Samples that each device has trained on."""
@@ -133,7 +164,7 @@ class EightSteps:
         self._threads = ThreadPoolExecutor(len(devices), "replica", torch.set_num_threads, (share,))
 
     def gradients(self, images: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Add the gradients of `scale` times the sum of the losses to those of the model: steps 1 to 7.
+        """Add the gradients of `scale` times the sum of the losses to the model's: steps 1 to 7.
 
         Args:
             images: [N, C, H, W], on the CPU; N may be 0.
@@ -144,7 +175,7 @@ class EightSteps:
             `scale` times the sum of the losses, a scalar without gradient.
         """
         net, first, did = self.replicas[0], self.devices[0], self.explanation.did
-        images, labels = net.numerics.images(images), labels.to(first, non_blocking=True)
+        images, labels = net.amp.to_device(images), labels.to(first, non_blocking=True)
         did(1, "the batch goes to the first device", images, labels)
 
         inputs, targets = scatter(images, self.devices), scatter(labels, self.devices)
@@ -154,15 +185,16 @@ class EightSteps:
 
         replicas = self.replicas[: len(inputs)]
         replicate(replicas)
-        did(3, "the model is copied to the others", *(parameters(replica) for replica in replicas[1:]))
+        did(3, "the model is copied to the others", *(parameters(r) for r in replicas[1:]))
 
         def forward(number: int) -> Tensor:
-            return replicas[number](inputs[number], *([targets[number]] if self.loss_inside else []))
+            given = [inputs[number], targets[number]] if self.loss_inside else [inputs[number]]
+            return replicas[number](*given)
 
-        outputs = self._in_parallel(forward, len(inputs))  # [n, classes] each, or [1] with the loss inside
+        outputs = self._in_parallel(forward, len(inputs))  # [n, classes] each, or [1] (loss inside)
         did(4, "forward, one thread per device", *outputs)
 
-        gathered = gather(outputs, first).requires_grad_()  # [N, classes], or [devices]
+        gathered = gather(outputs, first).requires_grad_()  # [N, classes], or [chunks]
         loss = scale * (gathered.sum() if self.loss_inside else net.criterion(gathered, labels))
         did(5, "outputs are gathered, the loss computed", gathered, loss)
 
@@ -181,7 +213,7 @@ class EightSteps:
         return loss.detach()
 
     def _in_parallel(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """Do the work for each replica, each on its device in a thread of its own; one alone needs no thread."""
+        """Do the work for each replica, on its device and in its thread; one needs no thread."""
 
         def on_device(number: int) -> Result:
             device = self.devices[number]
@@ -199,6 +231,7 @@ class EightSteps:
 
 
 def parameters(module: nn.Module) -> Tensor:
-    """A tensor as large as all parameters, without memory, to say what was moved."""
+    """A tensor as large as all parameters, without memory: it says what was moved."""
     first = next(module.parameters())
-    return torch.empty(1, device=first.device, dtype=first.dtype).expand(sum(p.numel() for p in module.parameters()))
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return torch.empty(1, device=first.device, dtype=first.dtype).expand(count)

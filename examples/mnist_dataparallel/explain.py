@@ -1,4 +1,4 @@
-"""The eight steps of one iteration as a table: what was moved or computed, where, and in how many milliseconds."""
+"""The eight steps of one iteration as a table: what was made, where, in how many milliseconds."""
 
 import time
 from collections.abc import Sequence
@@ -8,11 +8,12 @@ from torch import Tensor
 
 
 class Explanation:
-    """Watches iterations; by default it looks at none, and costs nothing.
+    """Watches one iteration; by default none, at no cost.
 
     Args:
         devices: of the replicas.
-        iteration: which one to watch, from 1; the first ones also start threads and choose kernels. 0 for none.
+        iteration: which one to watch, from 1; the first ones also start threads and choose
+            kernels. 0 for none.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), iteration: int = 0) -> None:
@@ -43,12 +44,13 @@ class Explanation:
         shown = ", ".join(f"{list(tensor.shape)} on {tensor.device}" for tensor in made)
         threads = [after - before for after, before in zip(self.busy, self._busy, strict=True)]
         if any(threads):
-            shown += f" (threads: {', '.join(f'{1e3 * seconds:.2f}' for seconds in threads)} ms)"
+            milliseconds = ", ".join(f"{1e3 * seconds:.2f}" for seconds in threads)
+            shown += f" (threads: {milliseconds} ms)"
         self.rows.append((step, what, 1e3 * (now - self._clock), shown))
         self._clock, self._busy = now, list(self.busy)
 
     def worked(self, replica: int, started: float) -> None:
-        """The thread of a replica has done its work, which it started at this time (`perf_counter`)."""
+        """The thread of a replica is done with work that it started at a time (`perf_counter`)."""
         if self.watching:
             if self.devices[replica].type == "cuda":
                 torch.cuda.synchronize(self.devices[replica])
@@ -58,14 +60,19 @@ class Explanation:
         """The table, when the iteration is over; nothing before and after."""
         if not self.watching:
             return []
-        lines = [f"iteration {self.iteration}, step by step:", f"{'step':58}{'ms':>8}  what was made, and where"]
-        lines += [f"{step} {what:56}{milliseconds:8.2f}  {made}" for step, what, milliseconds, made in self.rows]
+        lines = [
+            f"iteration {self.iteration}, step by step:",
+            f"{'step':58}{'ms':>8}  what was made, and where",
+        ]
+        for step, what, milliseconds, made in self.rows:
+            lines.append(f"{step} {what:56}{milliseconds:8.2f}  {made}")
         total = sum(milliseconds for _, _, milliseconds, _ in self.rows)
         threads = 1e3 * sum(self.busy)
-        return [*lines, f"{'sum':58}{total:8.2f}  of which the threads computed {threads:.2f} ms in all"]
+        of_threads = f"of which the threads computed {threads:.2f} ms in all"
+        return [*lines, f"{'sum':58}{total:8.2f}  {of_threads}"]
 
     def _now(self) -> float:
-        """The time when all that was asked for is done: devices work behind the host's back."""
+        """The time when all that was asked for is done: the host does not wait for devices."""
         for device in {device for device in self.devices if device.type == "cuda"}:
             torch.cuda.synchronize(device)
         return time.perf_counter()

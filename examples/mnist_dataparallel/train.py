@@ -1,204 +1,129 @@
 """mnist_dataparallel: one process, several devices: `nn.DataParallel`, and its eight steps by hand.
 
-On CUDA devices torch's `nn.DataParallel` does the work; on the CPU, where it would quietly use one replica only, the
-same steps written out in eight_steps.py, with one thread per replica.
+On CUDA devices torch's `nn.DataParallel` does the work; on the CPU, where it would silently use one
+replica only, the same steps written out in eight_steps.py, with one thread per replica.
 
-    python -m examples.mnist_dataparallel.train                                     # all GPUs, or two CPU replicas
-    python -m examples.mnist_dataparallel.train --devices cpu,cpu --explain         # the eight steps and their times
-    python -m examples.mnist_dataparallel.train --devices 0,2                       # cuda:0 and cuda:2
-    CUDA_VISIBLE_DEVICES=0,2 python -m examples.mnist_dataparallel.train            # the same two
-    python -m examples.mnist_dataparallel.train --devices 0,1 --engine eight-steps  # by hand on GPUs
-    torchrun --nnodes 2 --nproc-per-node 1 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel.train
+    python -m examples.mnist_dataparallel                                     # all GPUs, or cpu,cpu
+    python -m examples.mnist_dataparallel --devices cpu,cpu --explain         # the steps, timed
+    python -m examples.mnist_dataparallel --devices 0,2                       # cuda:0 and cuda:2
+    CUDA_VISIBLE_DEVICES=0,2 python -m examples.mnist_dataparallel            # the same two
+    python -m examples.mnist_dataparallel --devices 0,1 --engine eight-steps  # by hand on GPUs
+    torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel
 """
-
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Annotated, Literal
-
-from tyro.conf import OmitArgPrefixes, arg
-
-from common.errors import Stopped, UserError
-from common.flags import at_least, begin, leave, share
-from common.launcher import Launch, Place
-from common.precision import Precision
-from examples.mnist_dataparallel import devices as device_flag
-
-
-@dataclass(frozen=True)
-class Args:
-    """The flags of this program."""
-
-    devices: str = "auto"
-    """Devices of each process, the first holds the model: 0,1 (of CUDA), or cpu,cpu for two replicas in threads.
-    auto: all CUDA devices that are visible, else cpu,cpu."""
-    engine: Literal["auto", "torch", "eight-steps"] = "auto"
-    """torch is nn.DataParallel, which needs CUDA; auto is torch on CUDA and eight-steps on the CPU."""
-    loss: Literal["gathered", "inside"] = "gathered"
-    """Compute the loss on the gathered outputs, or inside the replicas, which sends less to the first device."""
-    explain: bool = False
-    """Show shapes and milliseconds of each step of the third iteration."""
-    dataset: str = "digits"
-    """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
-    data_dir: Path = Path("data")
-    """Where the files of mnist and fashion-mnist are, or are downloaded to."""
-    epochs: Annotated[int | None, arg(metavar="N")] = None
-    """Passes over the training set (default: 20 for digits, else 1)."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
-    """GLOBAL batch size in samples, divided by the processes, then by their devices."""
-    lr: float = 0.3
-    """Highest learning rate of the one-cycle schedule."""
-    momentum: float = 0.9
-    """Momentum of SGD (Nesterov's)."""
-    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 2e-3
-    """L2 penalty."""
-    label_smoothing: float = 0.1
-    """Share of the target that is spread over all classes."""
-    seed: int = 0
-    """Seed of parameters and sample order."""
-    out: Path = Path("runs/mnist_dataparallel")
-    """Folder for everything that the run writes."""
-    resume: str = "no"
-    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
-    checkpoint_every: Annotated[int, arg(metavar="STEPS")] = 200
-    """Optimizer steps between checkpoints (there is one after every epoch, too)."""
-    launch: OmitArgPrefixes[Launch] = Launch()
-    numbers: OmitArgPrefixes[Precision] = Precision()
-
-    def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, checkpoint_every=self.checkpoint_every)
-        at_least(0, lr=self.lr, seed=self.seed, weight_decay=self.weight_decay)
-        share(momentum=self.momentum, label_smoothing=self.label_smoothing)
-        device_flag.read(self.devices, self.launch)
-        if self.numbers.compile:
-            raise UserError("--compile: torch.compile does not work in the threads of DataParallel; leave it out")
-
-
-if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, workers start meanwhile
-    args, place = begin(Args, __doc__)
 
 import torch
 import torch.distributed as dist
 from torch.nn import CrossEntropyLoss
-from torch.optim import SGD, lr_scheduler
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.optim import SGD
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
 
-from common.checkpoint import Checkpoints
-from common.data import dealt, eval_loader, image_data, local_batch
-from common.distributed import Stop, World, launch, taking_part
-from common.metrics import evaluate
-from common.models import DigitNet
-from common.proof import prove_replicas_agree, prove_seen_once
-from common.report import Report
-from common.seed import seed_everything
-from examples.mnist_dataparallel.eight_steps import Net, average_over_processes
-from examples.mnist_dataparallel.engines import engine
+from common.data.idx import image_data
+from common.data.models import DigitNet
+from common.data.samplers import GlobalBatchSampler
+from common.launch.args import start
+from common.launch.collectives import all_reduce_mean
+from common.launch.device import choose_device
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.rendezvous import JOB
+from common.launch.spawn import launch
+from common.train.evaluate import evaluate
+from common.train.run import Run
+from examples.mnist_dataparallel.args import Args, device_names
+from examples.mnist_dataparallel.devices import choose_devices, with_cpu_named
+from examples.mnist_dataparallel.eight_steps import Net
+from examples.mnist_dataparallel.engines import choose_engine
 from examples.mnist_dataparallel.explain import Explanation
 
 
+def main(place: Place, args: Args) -> None:
+    """Train in every process of this node: by convention one, whose replicas are threads."""
+    names = device_names(args.devices, args.launch)
+    launch(main_worker, with_cpu_named(place, names), args)
+
+
+@record  # one line per error and job, a clean stop on SIGTERM; torch's own `record` works, too
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """One process, by convention one per node: its replicas are threads of it."""
-    names = device_flag.read(args.devices, args.launch)
-    with taking_part(device_flag.placed(place, names), local_rank) as world:
-        devices = device_flag.choose(names, world.device.type, torch.cuda.device_count(), world.place)
-        world = device_flag.on_first(world, devices)
-        dist.init_process_group(
-            world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
-        )
-        train(args, world, devices)
+    """One process of the job."""
+    place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
+    first, backend = choose_device(place.flags, local_rank)  # cuda and nccl, or cpu and gloo
+    names, visible = device_names(args.devices, args.launch), torch.cuda.device_count()
+    devices = choose_devices(names, first.type, visible, place.worker(local_rank))
+    if first.type == "cuda":
+        torch.cuda.set_device(devices[0])  # collectives that name no device go there
+    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
+    train(args, devices)
+    dist.destroy_process_group()
 
 
-def train(args: Args, world: World, devices: list[torch.device]) -> None:
-    """Train and evaluate; every process runs this with its own share of the data and its own devices."""
+def train(args: Args, devices: list[torch.device]) -> None:
+    """Train and evaluate; every process runs this with its own share of the data and devices."""
+    world_size, cuda = dist.get_world_size(), devices[0].type == "cuda"
+    torch.manual_seed(args.seed)  # all processes draw the same parameters: nobody sends them
+    data = image_data(args.dataset, args.data_dir)
     epochs = args.epochs or (20 if args.dataset == "digits" else 1)
-    batch = local_batch(args.batch_size, world)
-    numerics = args.numbers.on(world.device)
-    seed_everything(args.seed, 0, args.numbers.deterministic)  # all processes draw the same parameters
-    with Report("mnist_dataparallel", args.out, world) as report:
-        data = image_data(args.dataset, args.data_dir, world)
-        samples = len(data.train)
-        model = numerics.prepare(DigitNet(data.size, data.classes))
+    engine = choose_engine(args.engine, devices, args.explain)
+    engine_on = f"{engine.name} on {', '.join(map(str, devices))}"
+    chunks = torch.arange(args.batch_size // world_size).chunk(len(devices))
+    shares = f"{world_size} process(es) x chunks of {', '.join(str(len(c)) for c in chunks)}"
+    what, settings = f"{data}, {engine_on}", {"epochs": epochs}
+    with Run(args, devices[0], data, what=what, shares=shares, settings=settings) as run:
+        if len(chunks) < len(devices):
+            idle = len(devices) - len(chunks)
+            run.warn(f"{idle} of {len(devices)} devices get no sample: raise --batch-size")
+        sampler = GlobalBatchSampler(len(data.train), args.batch_size, args.seed)
+        loader = DataLoader(
+            data.train, batch_sampler=sampler, collate_fn=data.normalise, pin_memory=cuda
+        )
+        model = run.prepare(DigitNet(data.size, data.classes))
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.label_smoothing)
         explanation = Explanation(devices, 3 if args.explain else 0)
-        parallel = engine(args.engine, Net(model, criterion, numerics), devices, args.loss == "inside", explanation)
-        chunks = [len(chunk) for chunk in torch.arange(batch).chunk(len(devices))]
-        what = f"{parallel.name} on {', '.join(map(str, devices))}"
-        report.introduce(
-            f"{data.name} ({samples} train, {len(data.test)} test), {what}", numerics, args.batch_size,
-            f"{world.size} process(es) x chunks of {', '.join(map(str, chunks))}",
-        )  # fmt: skip
-        if len(chunks) < len(devices):
-            report.warn(f"{len(devices) - len(chunks)} of {len(devices)} devices get no sample: raise --batch-size")
+        net = Net(model, criterion, run.amp)
+        parallel = engine(net, devices, args.loss == "inside", explanation)
+        optimizer = SGD(
+            model.parameters(),
+            args.lr,
+            args.momentum,
+            weight_decay=args.weight_decay,
+            nesterov=args.momentum > 0,
+        )
+        scheduler = OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
+        run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+        remember_engine(run, engine_on)
 
-        sampler = DistributedSampler(data.train, world.size, world.rank, shuffle=True, seed=args.seed)
-        loader = DataLoader(
-            data.train, batch, sampler=sampler, collate_fn=data.normalise,
-            pin_memory=world.device.type == "cuda", generator=torch.Generator(),
-        )  # fmt: skip
-        nesterov = args.momentum > 0
-        optimizer = SGD(model.parameters(), args.lr, args.momentum, weight_decay=args.weight_decay, nesterov=nesterov)
-        schedule = lr_scheduler.OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
-        same = ("dataset", "batch_size", "lr", "momentum", "weight_decay", "label_smoothing", "seed")
-        config = {name: getattr(args, name) for name in same} | {"epochs": epochs} | numerics.settings
-        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-        checkpoints = Checkpoints(args.out / "checkpoints", parts, config, world)
-        start = checkpoints.load(args.resume)
-        progress = start.progress if start else {"epoch": 0, "batch": 0, "step": 0, "best": -torch.inf, "metrics": {}}
-        if progress.setdefault("engine", what) != what:
-            report.warn(f"the checkpoint was made by {progress['engine']}: this run rounds sums differently")
-            progress["engine"] = what
-        report.begin(progress["step"], start)
+        for epoch in run.epochs(epochs):
+            sampler.set_epoch(epoch)  # without this, every epoch has the same order
+            for images, labels in run.steps(loader):  # [B, 1, H, W], [B]
+                # The sampler pads the last batch with repeated samples, at the end: cut them off,
+                # so that the chunks are cut from new samples only. A process may have none left.
+                batch_samples, local_samples = run.batch_share()
+                images, labels = images[:local_samples], labels[:local_samples]
+                explanation.begin()
+                # Sums over the chunks, whatever their sizes, then averaged over the W processes:
+                # W / batch_samples makes it the mean over the global batch.
+                loss = parallel.gradients(images, labels, world_size / batch_samples)  # steps 1-7
+                all_reduce_mean(parameter.grad for parameter in model.parameters())
+                explanation.did(7, f"and averaged over {world_size} process(es)")
+                optimizer.step()
+                explanation.did(8, "the model is updated on the first device")
+                optimizer.zero_grad()
+                scheduler.step()
+                run.log(loss)
+                for line in explanation.lines():
+                    run.print0(line)
+            run.end_epoch(evaluate(model, data.eval_loader(), data.classes, run.autocast))
+        names = [str(device) for device in devices]
+        run.finish(engine=parallel.name, devices=names, samples_per_device=parallel.samples)
 
-        with checkpoints, Stop() as stop:
-            for epoch in range(progress["epoch"], epochs):
-                sampler.set_epoch(epoch)
-                seen = torch.zeros(samples, dtype=torch.int32)
-                # Trained on by the run that this one resumes, if it was interrupted in this epoch:
-                seen[list(islice(sampler, min(progress["batch"] * batch, dealt(samples, world))))] = 1
-                name, rest = f"epoch {epoch + 1}/{epochs}", islice(loader, progress["batch"], None)
-                for images, labels, indices in report.steps(rest, name, len(loader), progress["batch"]):
-                    # DistributedSampler pads the last batch with repeated samples, which come last: cut them off.
-                    total = min(args.batch_size, samples - progress["batch"] * args.batch_size)
-                    mine = dealt(total, world)
-                    explanation.begin()
-                    # Losses are summed over the chunks, whatever their sizes, then averaged over the processes:
-                    # W/total of the sums is the mean over the global batch.
-                    loss = parallel.gradients(images[:mine], labels[:mine], world.size / total)  # steps 1 to 7
-                    average_over_processes(model)
-                    explanation.did(7, f"and averaged over {world.size} process(es)")
-                    optimizer.step()
-                    explanation.did(8, "the model is updated on the first device")
-                    optimizer.zero_grad()
-                    schedule.step()
-                    for line in explanation.lines():
-                        report.log(line)
-                    seen[indices[:mine]] += 1
-                    progress["batch"] += 1
-                    progress["step"] += 1
-                    report.loss(progress["step"], loss, total)
-                    signum = stop.agreed()
-                    if signum or progress["step"] % args.checkpoint_every == 0:
-                        report.gather_losses()
-                        checkpoints.save(progress)
-                    if signum:
-                        raise Stopped(signum, f"checkpoint at step {progress['step']}; go on with --resume auto")
 
-                report.gather_losses()
-                prove_seen_once(seen)
-                with report.evaluating():
-                    found = evaluate(model, eval_loader(data, world), numerics, world, data.classes)
-                progress |= {"epoch": epoch + 1, "batch": 0, "metrics": found.metrics}
-                progress["best"] = report.best(model, found.metrics["accuracy"], progress["best"])
-                report.epoch(name, progress["step"], found)
-                checkpoints.save(progress)
-
-        report.finish(
-            **data.facts, epochs=epochs, steps=progress["step"], global_batch=args.batch_size, precision=numerics.name,
-            engine=parallel.name, devices=[str(device) for device in devices], samples_per_device=parallel.samples,
-            metrics=progress["metrics"] | {"best_accuracy": progress["best"]},
-            parameter_hash=prove_replicas_agree(model, world),
-        )  # fmt: skip
+def remember_engine(run: Run, name: str) -> None:
+    """Keep the engine's name in the checkpoints; warn if those resumed from have another one."""
+    before = run.state.notes.get("engine", name)
+    if before != name:
+        run.warn(f"the checkpoint was made by {before}: this run rounds sums differently")
+    run.state.notes["engine"] = name
 
 
 if __name__ == "__main__":
-    leave(launch(main_worker, place, args))
+    start(Args, "examples.mnist_dataparallel.train:main")

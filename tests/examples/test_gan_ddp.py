@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data import ImageData, digits, idx_folder
-from examples.gan_ddp.networks import Discriminator, Generator, frechet_distance, noise, scaled
+from common.data.idx import ImageData, digits, idx_folder
+from examples.gan_ddp.networks import Discriminator, Generator
+from examples.gan_ddp.samples import frechet_distance, noise, scaled
 from tests.conftest import Programs
 from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, result
 
-TRAIN = ("-m", "examples.gan_ddp.train")
+TRAIN = ("-m", "examples.gan_ddp")
 TORCHRUN = ("-m", "torch.distributed.run")
 SMALL = ("--epochs", 3, "--batch-size", 24, "--precision", "fp32")
 LONG = (*TRAIN, "--epochs", 12)
@@ -111,7 +112,7 @@ def test_two_backwards_let_the_ranks_drift_apart(programs: Programs, tmp_path: P
     """The second backward's gradients are not averaged; DDP says nothing, the check at the end of the epoch does."""
     run = (*TRAIN, "--dataset", small, *SMALL, "--break-the-rule", "two-backwards", "--out", tmp_path)
     done = programs.run(*run, "--nproc", 2, code=1)
-    assert "ProofError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
+    assert "CheckError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
     assert not (tmp_path / "result.json").exists()
     programs.run(*run)  # with one process nothing is wrong: that is why it is found late
 
@@ -152,7 +153,7 @@ def test_batchnorm(
     torch.testing.assert_close(losses(tmp_path), expected, rtol=1e-4, atol=0)
     found = torch.load(max((tmp_path / "checkpoints").glob("step-*.pt")), weights_only=True)["model"]
     counter = "discriminator.3.num_batches_tracked"
-    assert found[counter] == 27 * (3 if way == "two-forwards" else 2), "of rank 0, without those of `settle`"
+    assert found[counter] == 27 * (3 if way == "two-forwards" else 2), "of rank 0, without those of `warm_up_buckets`"
     torch.testing.assert_close(found | {counter: 0}, state | {counter: 0}, rtol=1e-3, atol=1e-4)
     other = with_batchnorm["no" if way == "two-forwards" else "two-forwards"][1]
     assert max(abs(a - b) / b for a, b in zip(losses(tmp_path), other, strict=True)) > 1e-2
@@ -171,13 +172,13 @@ def test_batchnorm_as_it_was_in_older_versions_of_torch(
 
 def test_mutation_statistics_of_each_rank(programs: Programs, tmp_path: Path, small: Path) -> None:
     """After its last forward each rank has statistics of its own, whatever DDP wrote before it."""
-    broken = mutated(tmp_path / "broken", ("examples/gan_ddp/train.py", "dist.broadcast(buffer, 0)", "pass"))
+    broken = mutated(tmp_path / "broken", ("examples/gan_ddp/train.py", "broadcast_buffers(both)", "pass"))
     done = programs.run(*BATCHNORM, "--dataset", small, "--out", tmp_path / "out", cwd=broken, code=1)
-    assert "ProofError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
+    assert "CheckError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
 
 
 def test_mutation_noise_of_a_rank(programs: Programs, tmp_path: Path, small: Path, reference: Networks) -> None:
-    broken = mutated(tmp_path / "broken", ("examples/gan_ddp/train.py", "[world.rank :: world.size]", "[:mine]"))
+    broken = mutated(tmp_path / "broken", ("examples/gan_ddp/train.py", "[rank::world_size]", "[:local_samples]"))
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
     programs.run(*run, cwd=broken)
     found = losses(tmp_path / "out")
@@ -197,9 +198,15 @@ def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFact
 
 def test_the_contract(undisturbed: Result) -> None:
     expected = {
-        "example": "gan_ddp", "world_size": 2, "device": "cpu", "dataset": "digits", "train_samples": 1436,
-        "epochs": 12, "steps": 144, "global_batch": 120,
-    }  # fmt: skip
+        "example": "gan_ddp",
+        "world_size": 2,
+        "device": "cpu",
+        "dataset": "digits",
+        "train_samples": 1436,
+        "epochs": 12,
+        "steps": 144,
+        "global_batch": 120,
+    }
     assert {name: undisturbed[name] for name in expected} == expected
     out = undisturbed["out"]
     generator = Generator(8, 32)

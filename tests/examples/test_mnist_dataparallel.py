@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,22 +16,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from common.data import idx_folder
-from common.errors import UserError
-from common.launcher import Launch, Place, resolve
-from common.metrics import classification_metrics
-from common.models import DigitNet
-from common.precision import Numerics
-from examples.mnist_dataparallel import devices as device_flag
+from common.data.idx import idx_folder
+from common.data.models import DigitNet
+from common.launch.errors import UserError
+from common.launch.flags import Launch
+from common.launch.place import Place
+from common.launch.resolve import resolve
+from common.train.amp import MixedPrecision
+from common.train.evaluate import classification_metrics
+from common.train.precision import Precision
+from examples.mnist_dataparallel.args import device_names
+from examples.mnist_dataparallel.devices import choose_devices, with_cpu_named
 from examples.mnist_dataparallel.eight_steps import EightSteps, Net, scatter
-from examples.mnist_dataparallel.engines import TorchDataParallel, engine
-from examples.mnist_dataparallel.explain import Explanation
+from examples.mnist_dataparallel.engines import TorchDataParallel, choose_engine
 from tests.conftest import Programs
 from tests.examples.test_mnist_ddp_spawn import plain_loop
 from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, predictions, result
 
-TRAIN = ("-m", "examples.mnist_dataparallel.train")
+TRAIN = ("-m", "examples.mnist_dataparallel")
 TORCHRUN = ("-m", "torch.distributed.run")
 FP32 = ("--precision", "fp32")
 SMALL = ("--epochs", 3, "--batch-size", 24, "--lr", 0.1, *FP32)
@@ -40,13 +43,10 @@ CPU = torch.device("cpu")
 STEPS = "examples/mnist_dataparallel/eight_steps.py"
 
 
-def numerics(name: Any = "fp32") -> Numerics:
-    return Numerics(CPU, name, channels_last=False, compile=False, deterministic=False)
-
-
-def net(model: nn.Module | None = None, precision: str = "fp32") -> Net:
+def net(model: nn.Module | None = None, precision: Literal["fp32", "bf16"] = "fp32") -> Net:
     torch.manual_seed(0)
-    return Net(model or DigitNet(8, 10), nn.CrossEntropyLoss(reduction="sum"), numerics(precision))
+    amp = MixedPrecision(Precision(precision, channels_last="no"), CPU)
+    return Net(model or DigitNet(8, 10), nn.CrossEntropyLoss(reduction="sum"), amp)
 
 
 def batch(samples: int) -> tuple[Tensor, Tensor]:
@@ -220,17 +220,18 @@ def test_the_engine_around_torchs_dataparallel(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_choice_of_the_engine() -> None:
-    no, yes = Explanation(), Explanation([CPU], 3)
-    assert isinstance(engine("auto", net(), [CPU, CPU], False, no), EightSteps)
     cuda = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert choose_engine("auto", [CPU, CPU], explain=False) is EightSteps
+    assert choose_engine("auto", cuda, explain=False) is TorchDataParallel
+    assert choose_engine("auto", cuda, explain=True) is EightSteps
+    assert choose_engine("eight-steps", cuda, explain=False) is EightSteps
     for words, arguments in {
-        "needs different CUDA devices": ("torch", [CPU, CPU], no),
-        "--explain shows the hand-written steps": ("torch", cuda, yes),
-        "different CUDA devices": ("torch", [cuda[0], cuda[0]], no),
+        "needs different CUDA devices": ("torch", [CPU, CPU], False),
+        "--explain shows the hand-written steps": ("torch", cuda, True),
+        "different CUDA devices": ("torch", [cuda[0], cuda[0]], False),
     }.items():
-        name, devices, explanation = arguments
         with pytest.raises(UserError, match=words):
-            engine(name, net(), devices, False, explanation)
+            choose_engine(*arguments)
 
 
 # ----------------------------------------------------------------------------------------------------- the devices
@@ -259,23 +260,23 @@ def place(**flags: Any) -> Place:
     ],
 )
 def test_devices_are_chosen(text: str, visible: int, where: Place, expected: list[str]) -> None:
-    names = device_flag.read(text, where.flags)
+    names = device_names(text, where.flags)
     kind = "cuda" if visible else "cpu"
-    assert [str(device) for device in device_flag.choose(names, kind, visible, where)] == expected
+    assert [str(device) for device in choose_devices(names, kind, visible, where)] == expected
 
 
 def test_replicas_on_the_cpu_of_a_machine_with_gpus() -> None:
-    names = device_flag.read("cpu,cpu", Launch())
-    assert device_flag.placed(place(), names).flags.device == "cpu", "and so the backend becomes gloo"
-    assert device_flag.placed(place(), ()) == place()
+    names = device_names("cpu,cpu", Launch())
+    assert with_cpu_named(place(), names).flags.device == "cpu", "and so the backend becomes gloo"
+    assert with_cpu_named(place(), ()) == place()
 
 
 @pytest.mark.parametrize(
     ("text", "visible", "where", "words"),
     [
-        ("gpu", 2, place(), "'gpu' is no device"),
-        ("", 2, place(), "'' is no device"),
-        ("0,cpu", 2, place(), "do not go together"),
+        ("gpu", 2, place(), "'gpu' is not a device"),
+        ("", 2, place(), "'' is not a device"),
+        ("0,cpu", 2, place(), "cannot be mixed"),
         ("0,1", 2, place(no_accel=True), "contradicts --no-accel"),
         ("cpu,cpu", 2, place(device="cuda"), "contradicts --device cuda"),
         ("0,1", 2, place(device="cpu"), "contradicts --device cpu"),
@@ -285,9 +286,9 @@ def test_replicas_on_the_cpu_of_a_machine_with_gpus() -> None:
         ("0,1", 0, place(), "torch sees no CUDA device"),
     ],
 )
-def test_devices_that_cannot_be_had(text: str, visible: int, where: Place, words: str) -> None:
+def test_devices_that_are_refused(text: str, visible: int, where: Place, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        device_flag.choose(device_flag.read(text, where.flags), "cuda" if visible else "cpu", visible, where)
+        choose_devices(device_names(text, where.flags), "cuda" if visible else "cpu", visible, where)
 
 
 # -------------------------------------------------------------------------------------------------------- parity
@@ -334,9 +335,15 @@ def check(out: Path, small: Path, reference: tuple[DigitNet, list[float]]) -> No
     ],
 )
 def test_replicas_equal_a_plain_loop(
-    programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]],
-    devices: str, loss: str, nproc: int, per_device: list[int],
-) -> None:  # fmt: skip
+    programs: Programs,
+    tmp_path: Path,
+    small: Path,
+    reference: tuple[DigitNet, list[float]],
+    devices: str,
+    loss: str,
+    nproc: int,
+    per_device: list[int],
+) -> None:
     flags = ("--devices", devices, "--loss", loss, "--dataset", small, *SMALL, "--out", tmp_path)
     programs.run(*TRAIN, *flags, *(("--nproc", nproc) if nproc > 1 else ()))
     check(tmp_path, small, reference)
@@ -353,11 +360,23 @@ def test_two_nodes_of_two_replicas_equal_a_plain_loop(
     train = (*TRAIN, "--devices", "cpu,cpu", "--dataset", small, *SMALL)
     agents = [
         programs.start(
-            *TORCHRUN, "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", node, "--master-addr", "127.0.0.1",
-            "--master-port", free_port, *train, "--out", tmp_path / f"node{node}",
+            *TORCHRUN,
+            "--nnodes",
+            2,
+            "--nproc-per-node",
+            1,
+            "--node-rank",
+            node,
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            free_port,
+            *train,
+            "--out",
+            tmp_path / f"node{node}",
         )
         for node in (0, 1)
-    ]  # fmt: skip
+    ]
     outputs = [programs.finish(agent).stdout for agent in agents]
     check(tmp_path / "node0", small, reference)
     found = result(tmp_path / "node0")
@@ -407,19 +426,25 @@ def test_mutation_chunks_not_weighted(
     """`loss.mean()` over the replicas' means: right as long as the chunks are equal, then not any more."""
     inside = "self.criterion(logits.float(), labels).unsqueeze(0)"
     found = run_mutated(
-        programs, tmp_path, small,
+        programs,
+        tmp_path,
+        small,
         (STEPS, inside, inside.replace("labels)", "labels).div(len(labels))")),
         (STEPS, "gathered.sum() if", "gathered.mean() * len(images) if"),
         flags=("--devices", "cpu,cpu", "--loss", "inside"),
-    )  # fmt: skip
+    )
     assert differs(found, reference[1])[:9] == [False] * 8 + [True]
 
 
 def test_mutation_processes_not_averaged(programs: Programs, tmp_path: Path, small: Path) -> None:
-    change = ("examples/mnist_dataparallel/train.py", "                    average_over_processes(model)\n", "")
+    change = (
+        "examples/mnist_dataparallel/train.py",
+        "                all_reduce_mean(parameter.grad for parameter in model.parameters())\n",
+        "",
+    )
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
     done = programs.run(*run, cwd=mutated(tmp_path / "broken", change), code=1)
-    assert "ProofError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
+    assert "CheckError: the replicas differ: rank(s) 1 hold other parameters than rank 0" in done.stderr
     assert not (tmp_path / "out" / "result.json").exists()
 
 
@@ -448,11 +473,21 @@ def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFact
 def test_the_contract(default_run: Result) -> None:
     found = default_run
     expected = {
-        "example": "mnist_dataparallel", "world_size": 1, "nodes": 1, "device": "cpu", "backend": "gloo",
-        "dataset": "digits", "train_samples": 1436, "eval_samples": 361, "epochs": 20, "steps": 240,
-        "global_batch": 120, "devices": ["cpu", "cpu"], "engine": "eight steps by hand",
+        "example": "mnist_dataparallel",
+        "world_size": 1,
+        "nodes": 1,
+        "device": "cpu",
+        "backend": "gloo",
+        "dataset": "digits",
+        "train_samples": 1436,
+        "eval_samples": 361,
+        "epochs": 20,
+        "steps": 240,
+        "global_batch": 120,
+        "devices": ["cpu", "cpu"],
+        "engine": "eight steps by hand",
         "samples_per_device": [20 * 718] * 2,
-    }  # fmt: skip
+    }
     assert {name: found[name] for name in expected} == expected
     assert found["metrics"]["accuracy"] >= 0.97
     assert found["metrics"].keys() == {"accuracy", "top5", "precision", "recall", "f1", "auc", "best_accuracy"}
@@ -508,9 +543,13 @@ def test_killed_and_resumed_is_bit_identical(
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_step_and_leaves_nothing(
-    programs: Programs, tmp_path: Path, undisturbed: dict[int, Result], eventually: Eventually,
-    signum: signal.Signals, code: int,
-) -> None:  # fmt: skip
+    programs: Programs,
+    tmp_path: Path,
+    undisturbed: dict[int, Result],
+    eventually: Eventually,
+    signum: signal.Signals,
+    code: int,
+) -> None:
     nproc = 2 if signum == signal.SIGINT else 1
     flags = (*LONG, *(("--nproc", 2) if nproc == 2 else ()), "--checkpoint-every", 1000, "--out", tmp_path)
     process = programs.start(*flags)
@@ -521,8 +560,10 @@ def test_a_signal_saves_the_step_and_leaves_nothing(
     done = programs.finish(process, code)
     assert time.monotonic() - started < 10
     assert programs.gone(within=2)
-    stopped = re.fullmatch(rf"stopped by {signum.name}: checkpoint at step (\d+); go on with --resume auto\n",
-                           done.stderr.replace(NO_GPU, ""))  # fmt: skip
+    stopped = re.fullmatch(
+        rf"stopped by {signum.name}: checkpoint at step (\d+); go on with --resume auto\n",
+        done.stderr.replace(NO_GPU, ""),
+    )
     assert stopped, done.stderr
     assert newest_step(tmp_path) == int(stopped[1])
     programs.run(*flags, "--resume", "auto")
@@ -547,7 +588,7 @@ def test_resuming_on_other_devices_says_what_it_means(programs: Programs, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--devices", "gpu"], "--devices gpu: 'gpu' is no device"),
+        (["--devices", "gpu"], "--devices gpu: 'gpu' is not a device"),
         (["--devices", "0,1"], "--devices cuda:0,cuda:1: torch sees no CUDA device"),
         (["--engine", "torch"], "--engine torch: nn.DataParallel needs different CUDA devices"),
         (["--compile"], "--compile: torch.compile does not work in the threads of DataParallel"),

@@ -1,0 +1,49 @@
+"""The flags of gan_ddp."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from common.launch.flags import MAY_CHANGE, Launch, at_least
+from common.train.precision import Precision
+
+Violation = Literal["no", "two-forwards", "two-passes", "two-backwards"]
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of this program."""
+
+    break_the_rule: Violation = "no"
+    """Train the discriminator on real and generated images separately (rule.py shows how)."""
+    norm: Literal["group", "batch"] = "group"
+    """Normalisation in the discriminator; DDP sends BatchNorm's buffers before each forward."""
+    dataset: str = "digits"
+    """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
+    data_dir: Annotated[Path, MAY_CHANGE] = Path("data")
+    """Where the files of mnist and fashion-mnist are, or are downloaded to."""
+    epochs: Annotated[int, arg(metavar="N")] = 60
+    """Passes over the training set."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
+    """GLOBAL batch size in real images (and as many generated), divided by the world size."""
+    lr: float = 1e-3
+    """Learning rate of both networks."""
+    latent: Annotated[int, arg(metavar="N")] = 32
+    """Length of the noise vector that an image is generated from."""
+    seed: int = 0
+    """Seed of parameters, noise and sample order."""
+    out: Annotated[Path, MAY_CHANGE] = Path("runs/gan_ddp")
+    """Folder for everything that the run writes."""
+    resume: Annotated[str, MAY_CHANGE] = "no"
+    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
+    checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
+    """Optimizer steps between checkpoints (there is one after every epoch, too)."""
+    launch: OmitArgPrefixes[Launch] = Launch()
+    amp: OmitArgPrefixes[Precision] = Precision()
+
+    def __post_init__(self) -> None:
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size, latent=self.latent)
+        at_least(1, checkpoint_every=self.checkpoint_every)
+        at_least(0, lr=self.lr, seed=self.seed)

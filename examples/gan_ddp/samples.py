@@ -1,0 +1,61 @@
+"""Noise in, images out: how far generated images are from real ones, and a picture of them."""
+
+import io
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from common.train.files import write_atomically
+
+
+def noise(samples: int, latent: int, *seeds: int) -> Tensor:
+    """Noise [samples, latent] that follows from the seeds alone: the same for any world size."""
+    seed = 0
+    for each in seeds:
+        seed = (seed * 1_000_003 + each) % 2**63
+    return torch.randn(samples, latent, generator=torch.Generator().manual_seed(seed))
+
+
+def scaled(pixels: Tensor) -> Tensor:
+    """Bytes [N, 1, H, W] to -1 .. 1."""
+    return pixels.float().div_(127.5).sub_(1)
+
+
+@torch.no_grad()
+def generate(generator: nn.Module, latent: Tensor) -> Tensor:
+    """Images [N, 1, H, W] on the CPU, from noise [N, latent]."""
+    return generator(latent.to(next(generator.parameters()).device)).float().cpu()
+
+
+def frechet_distance(one: Tensor, other: Tensor) -> float:
+    """Distance of two sets of images [N, 1, H, W] as Gaussians of their pixels; 0 for equal sets.
+
+    The formula of Heusel et al., 2017 (https://arxiv.org/abs/1706.08500), on pixels instead of a
+    network's features.
+    """
+    x, y = (images.flatten(1).double() for images in (one, other))
+    gap = x.mean(0) - y.mean(0)
+    first, second = torch.cov(x.T), torch.cov(y.T)
+    values, vectors = torch.linalg.eigh(first)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    both = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
+    return float(gap @ gap + first.trace() + second.trace() - 2 * both)
+
+
+def draw(images: Tensor, path: Path, columns: int = 10) -> None:
+    """Write a grid of images [N, 1, H, W] as a PNG, each pixel drawn with 4 x 4.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    whole_rows = images[: len(images) // columns * columns].squeeze(1)
+    rows = whole_rows.unflatten(0, (-1, columns))  # [rows, columns, H, W]
+    rows = nn.functional.pad(rows, (1, 1, 1, 1), value=1.0)
+    grid = rows.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)  # [rows * H, columns * W]
+    grey = grid.add(1).mul(127.5).round().clamp(0, 255).to(torch.uint8)
+    picture, file = Image.fromarray(grey.numpy()), io.BytesIO()
+    size = 4 * picture.width, 4 * picture.height
+    picture.resize(size, Image.Resampling.NEAREST).save(file, "PNG")
+    write_atomically(path, file.getbuffer())
