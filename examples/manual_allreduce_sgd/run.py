@@ -1,22 +1,29 @@
 """The smallest distributed program: fork processes, join them into a group, run, wait for them.
 
-python -m examples.manual_allreduce_sgd.run                # 2 processes
-python -m examples.manual_allreduce_sgd.run --nproc 4
+    python -m examples.manual_allreduce_sgd.run                # 2 processes
+    python -m examples.manual_allreduce_sgd.run --nproc 4
 
-Everything else of this project starts processes through common/distributed.py, which also passes signals on, names the
-process that failed, and works across nodes.
+All other programs of this project start processes through `common.launch`, which also passes
+signals on, names the process that failed, and works across nodes.
 """
 
 import multiprocessing
 import os
+import sys
+import tempfile
 from dataclasses import dataclass
+from datetime import timedelta
 
-from common.flags import at_least, leave, parse
+import torch
+import torch.distributed as dist
+
+from common.launch.args import parse
+from common.launch.flags import at_least
 
 
 @dataclass(frozen=True)
 class Args:
-    """The flags of this program."""
+    """Processes, and how long they wait for each other."""
 
     nproc: int = 2
     """Processes to start."""
@@ -28,41 +35,40 @@ class Args:
         at_least(1, timeout=self.timeout)
 
 
-if __name__ == "__main__":  # before the heavy imports
-    args = parse(Args, description=__doc__)
-
-import tempfile
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-
-
-def run(rank: int, size: int) -> None:
-    """What the processes do together: the sum of their ranks."""
+def run(rank: int, world_size: int) -> None:
+    """What the processes do together: they add their ranks."""
     value = torch.tensor([float(rank)])
     dist.all_reduce(value, dist.ReduceOp.SUM)
-    assert value.item() == sum(range(size))
-    os.write(1, f"rank {rank} of {size}: the sum of all ranks is {value.item():g}\n".encode())  # a whole line at once
+    assert value.item() == sum(range(world_size))
+    # One write per line: lines of several processes do not mix.
+    line = f"rank {rank} of {world_size}: the sum of all ranks is {value.item():g}\n"
+    os.write(1, line.encode())
 
 
 def init_process(rank: int, args: Args, file: str) -> None:
-    """One process: join the group, run, leave it."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: nothing listens outside of it
-    limit = timedelta(seconds=args.timeout)
-    # A file as meeting point, since all are on one machine: no port that could be taken, or reached by others.
-    dist.init_process_group("gloo", f"file://{file}", rank=rank, world_size=args.nproc, timeout=limit)
+    """One process: join the group, run, leave the group."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: listen on loopback only
+    # All are on one machine and can meet at a file: a port could be taken, or reached by others.
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=args.nproc,
+        timeout=timedelta(seconds=args.timeout),
+    )
     run(rank, args.nproc)
     dist.destroy_process_group()
 
 
 def main(args: Args) -> int:
-    """Start the processes and wait for them; returns 1 if one failed."""
+    """Start the processes and wait for them; returns 1 if one failed, else 0."""
+    # fork is fast, and safe as long as torch has started neither threads nor CUDA.
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        # fork is fast, and safe as long as torch has started neither threads nor CUDA; spawn is for all other cases.
-        context = multiprocessing.get_context("fork")
+        file = f"{folder}/rendezvous"
         processes = [
-            context.Process(target=init_process, args=(rank, args, f"{folder}/meet")) for rank in range(args.nproc)
+            context.Process(target=init_process, args=(rank, args, file))
+            for rank in range(args.nproc)
         ]
         for process in processes:
             process.start()
@@ -72,4 +78,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(args))
+    sys.exit(main(parse(Args, description=__doc__)))

@@ -1,0 +1,68 @@
+"""The flags of manual_allreduce_sgd."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from common.launch.errors import UserError
+from common.launch.flags import MAY_CHANGE, Launch, at_least, share
+from common.train.precision import Precision
+
+Algorithm = Literal[
+    "per-parameter",
+    "flat",
+    "bucketed",
+    "ring",
+    "fast-ring",
+    "recursive-doubling",
+    "shared-memory",
+    "ddp",
+]
+CAN_COMPRESS = ("flat", "bucketed", "ring", "fast-ring", "recursive-doubling")
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to train, and how the ranks average their gradients."""
+
+    algorithm: Annotated[Algorithm, arg(aliases=["-a"])] = "ring"
+    """How the gradients are averaged over the ranks (gradients.py)."""
+    compress: Literal["no", "bf16"] = "no"
+    """Send gradients in bfloat16: half the bytes, and an error of up to 2^-8 per partial sum."""
+    bucket_mb: float = 4.0
+    """Size of a bucket of `bucketed`, in MB."""
+    dataset: str = "digits"
+    """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
+    data_dir: Annotated[Path, MAY_CHANGE] = Path("data")
+    """Where the files of mnist and fashion-mnist are, or are downloaded to."""
+    epochs: Annotated[int, arg(metavar="N")] = 10
+    """Passes over the training set."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
+    """GLOBAL batch size in samples, divided by the world size."""
+    lr: float = 0.01
+    """Learning rate."""
+    momentum: float = 0.5
+    """Momentum of SGD."""
+    seed: int = 1234
+    """Seed of parameters and sample order."""
+    out: Annotated[Path, MAY_CHANGE] = Path("runs/manual_allreduce_sgd")
+    """Folder for everything that the run writes."""
+    resume: Annotated[str, MAY_CHANGE] = "no"
+    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
+    checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
+    """Optimizer steps between checkpoints (there is one after every epoch, too)."""
+    launch: OmitArgPrefixes[Launch] = Launch()
+    amp: OmitArgPrefixes[Precision] = Precision()
+
+    def __post_init__(self) -> None:
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size)
+        at_least(1, checkpoint_every=self.checkpoint_every)
+        at_least(0, lr=self.lr, seed=self.seed, bucket_mb=self.bucket_mb)
+        share(momentum=self.momentum)
+        if self.compress != "no" and self.algorithm not in CAN_COMPRESS:
+            raise UserError(
+                f"--compress {self.compress} does not go with {self.algorithm}: "
+                f"use {', '.join(CAN_COMPRESS)}"
+            )
