@@ -1,17 +1,16 @@
-"""Everything that both training programs need before they train: reviews, split, model, tokens."""
+"""What every training program needs before it trains: reviews, split, model, tokens."""
 
-from __future__ import annotations
-
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from transformers.models.bert.modeling_bert import BertForSequenceClassification
 from transformers.models.bert.tokenization_bert import BertTokenizer
 
-from common.distributed import World, agree
-from common.report import Report
-from examples.bert_dp.classifier import prepare
-from examples.bert_dp.options import TextOptions
+from common.launch.collectives import assert_same_on_all_ranks, print0
+from common.launch.console import warn
+from examples.bert_dp.args import TextArgs
+from examples.bert_dp.model import prepare
 from examples.bert_dp.reviews import ID2LABEL, Reviews, read_reviews, shorten, split
 from examples.bert_dp.tokens import Encoded, encode
 
@@ -25,9 +24,8 @@ class TextData:
         train: nine tenths of them.
         validation: the rest.
         bert: the model, on the CPU.
-        tokenizer: what made the tokens.
-        model_name: the model in words.
-        identity: what must be the same for a run to be resumed.
+        tokenizer: makes the tokens.
+        model_name: a description of the model.
     """
 
     reviews: Reviews
@@ -36,40 +34,54 @@ class TextData:
     bert: BertForSequenceClassification
     tokenizer: BertTokenizer
     model_name: str
-    identity: dict[str, Any]
 
     def __str__(self) -> str:
-        """The data in words."""
-        return f"{self.reviews.name} ({len(self.train)} train, {len(self.validation)} validation)"
+        """Model and data in words."""
+        sizes = f"{len(self.train)} train, {len(self.validation)} validation"
+        return f"{self.model_name} on {self.reviews.name} ({sizes})"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to be resumed, besides the flags."""
+        return {"reviews": self.reviews.digest}
 
     @property
     def facts(self) -> dict[str, Any]:
         """What result.json says about data and model."""
-        sizes = {"train_samples": len(self.train), "eval_samples": len(self.validation)}
-        cut = {"cut_texts": self.train.cut + self.validation.cut}
-        parameters = sum(parameter.numel() for parameter in self.bert.parameters())
-        return {"dataset": self.reviews.name, **sizes, "rows": self.reviews.counts, **cut, "parameters": parameters}
+        return {
+            "dataset": self.reviews.name,
+            "train_samples": len(self.train),
+            "eval_samples": len(self.validation),
+            "rows": self.reviews.counts,
+            "cut_texts": self.train.cut + self.validation.cut,
+            "parameters": sum(parameter.numel() for parameter in self.bert.parameters()),
+        }
 
 
-def load_data(options: TextOptions, seed: int, world: World, report: Report) -> TextData:
-    """Read, split, build, tokenise; every rank for itself, and all must come to the same.
+def load_data(args: TextArgs, seed: int) -> TextData:
+    """Read, split, build, tokenise; print what was read, and five reviews.
+
+    Every rank calls this: each reads for itself, and all must come to the same.
 
     Raises:
         UserError: what `read_reviews` and `prepare` raise; ranks that see other files.
     """
-    reviews = read_reviews(options.csv)
-    agree(world, reviews.digest, "the reviews")
-    report.log(str(reviews))
+    reviews = read_reviews(args.csv)
+    assert_same_on_all_ranks(reviews.digest, "the reviews")
+    print0(str(reviews))
     parts = split(reviews, seed)
     texts = [[reviews.texts[position] for position in part] for part in parts]
     labels = [[reviews.labels[position] for position in part] for part in parts]
-    bert, tokenizer, name = prepare(options, texts[0])
-    train, validation = (encode(tokenizer, texts[part], labels[part], options.max_length) for part in (0, 1))
-    if cut := train.cut + validation.cut:
-        report.warn(
-            f"{cut:,} of {len(reviews.texts):,} reviews have more than {options.max_length} tokens and lose their ends"
-        )
     for text, label in list(zip(texts[0], labels[0], strict=True))[:5]:
-        report.log(f"  {ID2LABEL[label]}  {shorten(text)}")
-    chosen = {key: str(value) for key, value in asdict(options).items() if key != "csv"}
-    return TextData(reviews, train, validation, bert, tokenizer, name, chosen | {"reviews": reviews.digest})
+        print0(f"  {ID2LABEL[label]}  {shorten(text)}")
+    bert, tokenizer, name = prepare(args, texts[0])
+    train, validation = (
+        encode(tokenizer, texts[part], labels[part], args.max_length) for part in (0, 1)
+    )
+    cut = train.cut + validation.cut
+    if cut and dist.get_rank() == 0:
+        warn(
+            f"{cut:,} of {len(reviews.texts):,} reviews have more than {args.max_length} tokens "
+            f"and lose their ends"
+        )
+    return TextData(reviews, train, validation, bert, tokenizer, name)

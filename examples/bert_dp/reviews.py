@@ -5,12 +5,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from common.errors import UserError
+import pandas
+from sklearn.model_selection import train_test_split
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
+from common.launch.errors import UserError
 
 SHIPPED = Path(__file__).with_name("reviews.csv")
 ID2LABEL = {0: "差评", 1: "好评"}
@@ -42,16 +41,18 @@ class Reviews:
         """One line with all counts."""
         counted = ", ".join(f"{number:,} {what}" for what, number in self.counts.items() if number)
         shares = Counter(self.labels)
-        return f"{self.name}: {counted}; {shares[1]:,} {ID2LABEL[1]}, {shares[0]:,} {ID2LABEL[0]}"
+        classes = f"{shares[1]:,} {ID2LABEL[1]}, {shares[0]:,} {ID2LABEL[0]}"
+        return f"{self.name}: {counted}; {classes}"
 
     @property
     def digest(self) -> str:
         """Identifies the content."""
-        rows = "".join(f"{label}{text}\n" for label, text in zip(self.labels, self.texts, strict=True))
+        pairs = zip(self.labels, self.texts, strict=True)
+        rows = "".join(f"{label}{text}\n" for label, text in pairs)
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
 
-def read_csv(path: Path, *needed: str) -> "DataFrame":
+def read_csv(path: Path, *needed: str) -> pandas.DataFrame:
     """Read a csv file as text, with or without a byte order mark, LF or CRLF, quoted or not.
 
     Args:
@@ -59,15 +60,15 @@ def read_csv(path: Path, *needed: str) -> "DataFrame":
         needed: columns that must be there; their names may differ in case and spaces.
 
     Returns:
-        Its rows in their order; an empty field is missing, and nothing else is ("NA" is text).
+        Its rows in their order; only an empty field is missing ("NA" is text).
 
     Raises:
-        UserError: missing, empty, not UTF-8, not a table, or without the columns.
+        UserError: the file is missing, empty, not UTF-8, not a table, or lacks a column.
     """
-    import pandas  # a second
-
     try:
-        frame = pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""], encoding="utf-8-sig")
+        frame = pandas.read_csv(
+            path, dtype=str, keep_default_na=False, na_values=[""], encoding="utf-8-sig"
+        )
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except pandas.errors.EmptyDataError:
@@ -80,23 +81,28 @@ def read_csv(path: Path, *needed: str) -> "DataFrame":
     except pandas.errors.ParserError as error:
         reason = str(error).removeprefix("Error tokenizing data. C error: ").strip()
         raise UserError(
-            f"{path} is no table ({reason}): a review with a comma, quote or line break needs quotes"
+            f"{path} is not a table ({reason}): "
+            f"a review with a comma, quote or line break needs quotes"
         ) from None
     if not isinstance(frame.index, pandas.RangeIndex):
-        raise UserError(f"{path} has rows with more fields than the header: a review with a comma needs quotes")
+        raise UserError(
+            f"{path} has rows with more fields than the header: a review with a comma needs quotes"
+        )
     frame.columns = [str(name).strip().lower() for name in frame.columns]
+    columns = ", ".join(frame.columns)
     if frame.columns.has_duplicates:
-        raise UserError(f"{path} names a column twice; it has {', '.join(frame.columns)}")
+        raise UserError(f"{path} names a column twice; it has {columns}")
     if missing := [name for name in needed if name not in frame.columns]:
-        raise UserError(f"{path} has no column {' and no '.join(missing)}; it has {', '.join(frame.columns)}")
+        raise UserError(f"{path} has no column {' and no '.join(missing)}; it has {columns}")
     return frame
 
 
 def read_reviews(path: Path | None) -> Reviews:
     """Read labelled reviews.
 
-    Rows without a review or label are left out, and so are repeated reviews: one in training and in validation
-    would make the metrics too good. A review that comes with both labels is left out altogether.
+    Rows without a review or label are left out, and so are repeated reviews: one in training and in
+    validation would make the metrics too good. A review that comes with both labels is left out
+    altogether.
 
     Raises:
         UserError: as `read_csv`; a label outside of the set; too few reviews of a class.
@@ -106,15 +112,7 @@ def read_reviews(path: Path | None) -> Reviews:
     frame = frame.apply(lambda column: column.str.strip()).replace("", None)
     no_review, no_label = frame["review"].isna(), frame["label"].isna()
     frame = frame[~(no_review | no_label)]
-    words = frame["label"].str.lower().str.replace(r"^([01])\.0+$", r"\1", regex=True)
-    labels = words.map(MEANING)
-    if labels.isna().any():
-        row, unknown = labels.index[labels.isna()][0], int(labels.isna().sum())
-        raise UserError(
-            f"{path}, row {row + 1} below the header: the label {frame['label'][row]!r} is none of "
-            f"{', '.join(MEANING)} ({unknown} such row(s))"
-        )
-    frame = frame.assign(label=labels.astype(int))
+    frame = frame.assign(label=_numbers(path, frame["label"]))
     once = frame.drop_duplicates()
     clear = once.drop_duplicates("review", keep=False)
     counts = {
@@ -124,23 +122,36 @@ def read_reviews(path: Path | None) -> Reviews:
         "repeated left out": len(frame) - len(once),
         "with both labels left out": len(once) - len(clear),
     }
-    found = Counter(clear["label"])
+    usable = Counter(clear["label"])
     for label, name in ID2LABEL.items():
-        if found[label] < FEWEST:
+        if usable[label] < FEWEST:
             raise UserError(
-                f"{path} has {found[label]} usable review(s) with the label {label} ({name}) of {rows} row(s): "
-                f"both labels are needed, each at least {FEWEST} times"
+                f"{path} has {usable[label]} usable review(s) with the label {label} ({name}) of "
+                f"{rows} row(s): both labels are needed, each at least {FEWEST} times"
             )
     name = path.stem if path else "shipped reviews"
     return Reviews(name, clear["review"].tolist(), clear["label"].tolist(), counts)
 
 
-def split(reviews: Reviews, seed: int) -> tuple[list[int], list[int]]:
-    """Positions of nine tenths to train on and of one tenth to validate, seeded, with equal shares of the labels."""
-    from sklearn.model_selection import train_test_split
+def _numbers(path: Path | None, labels: pandas.Series) -> pandas.Series:
+    """Labels as 0 and 1."""
+    words = labels.str.lower().str.replace(r"^([01])\.0+$", r"\1", regex=True)
+    numbers = words.map(MEANING)
+    if numbers.isna().any():
+        row, unknown = numbers.index[numbers.isna()][0], int(numbers.isna().sum())
+        raise UserError(
+            f"{path}, row {row + 1} below the header: the label {labels[row]!r} is none of "
+            f"{', '.join(MEANING)} ({unknown} such row(s))"
+        )
+    return numbers.astype(int)
 
-    positions = range(len(reviews.texts))
-    train, validation = train_test_split(list(positions), test_size=0.1, stratify=reviews.labels, random_state=seed)
+
+def split(reviews: Reviews, seed: int) -> tuple[list[int], list[int]]:
+    """Positions of nine tenths to train on and one tenth to validate, with equal label shares."""
+    positions = list(range(len(reviews.texts)))
+    train, validation = train_test_split(
+        positions, test_size=0.1, stratify=reviews.labels, random_state=seed
+    )
     return train, validation
 
 

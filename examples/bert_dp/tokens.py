@@ -1,7 +1,5 @@
 """Text to numbers: the vocabulary, and reviews that are tokenised once and padded per batch."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers.models.bert.tokenization_bert import BertTokenizer
 
-from common.data import StepSampler, indices_of
-from common.distributed import World
-from common.errors import UserError
+from common.data.samplers import GlobalBatchSampler, indices_of
+from common.launch.errors import UserError
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD = 0  # the id of [PAD], in every vocabulary that is accepted here
@@ -25,42 +22,55 @@ PAD = 0  # the id of [PAD], in every vocabulary that is accepted here
 def vocabulary(texts: Sequence[str]) -> list[str]:
     """A vocabulary of single characters, the most frequent first.
 
-    BERT splits Chinese into characters anyway; of Latin words, `##c` is what follows the first letter (WordPiece,
-    Devlin et al., 2018, https://arxiv.org/abs/1810.04805).
+    BERT splits Chinese into characters anyway; of Latin words, `##c` is what follows the first
+    letter (WordPiece, Devlin et al., 2018, https://arxiv.org/abs/1810.04805).
     """
-    counts = Counter(character for text in texts for character in text.lower() if not character.isspace())
+    counts = Counter(
+        character for text in texts for character in text.lower() if not character.isspace()
+    )
     characters = sorted(counts, key=lambda character: (-counts[character], character))
-    return [*SPECIAL, *characters, *(f"##{c}" for c in characters if c.isascii() and c.isalnum())]
+    continued = [f"##{c}" for c in characters if c.isascii() and c.isalnum()]
+    return [*SPECIAL, *characters, *continued]
 
 
 def read_vocabulary(path: Path) -> list[str]:
     """The tokens of a `vocab.txt`, one per line.
 
     Raises:
-        UserError: it cannot be read, or lacks a special token.
+        UserError: the file cannot be read, or lacks a special token.
     """
     try:
-        tokens = path.read_text(encoding="utf-8").split("\n")  # not splitlines: it splits at more than line ends
+        # Not splitlines: it splits at more than line ends.
+        tokens = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--vocab {path} cannot be read ({error})") from None
     tokens = [token.rstrip("\r") for token in (tokens[:-1] if tokens[-1] == "" else tokens)]
     if missing := [token for token in SPECIAL if token not in tokens]:
-        raise UserError(f"--vocab {path} is no vocabulary of a BERT: it lacks {', '.join(missing)}")
+        raise UserError(
+            f"--vocab {path} is not the vocabulary of a BERT: it lacks {', '.join(missing)}"
+        )
     if tokens[PAD] != "[PAD]" or len(set(tokens)) < len(tokens):
-        raise UserError(f"--vocab {path} is no vocabulary of a BERT: [PAD] must be first, and no token twice")
+        raise UserError(
+            f"--vocab {path} is not the vocabulary of a BERT: "
+            f"[PAD] must be first, and no token twice"
+        )
     return tokens
 
 
 def make_tokenizer(tokens: Sequence[str], max_length: int) -> BertTokenizer:
-    """A tokenizer for a vocabulary; it lowers the case if the vocabulary has lower-case letters only."""
-    cased = any(token != token.lower() for token in tokens if not token.startswith(("[", "<")))
+    """A tokenizer for a vocabulary.
+
+    It lowers the case of its input if the vocabulary has lower-case letters only.
+    """
+    words = [token for token in tokens if not token.startswith(("[", "<"))]
+    cased = any(token != token.lower() for token in words)
     numbers = {token: number for number, token in enumerate(tokens)}
     return BertTokenizer(vocab=numbers, do_lower_case=not cased, model_max_length=max_length)
 
 
 @dataclass(frozen=True)
 class Encoded(Dataset[Any]):
-    """Texts as token numbers in one tensor, so that a million of them are no million Python objects.
+    """Texts as token numbers in one tensor: a Python list each would take ten times the memory.
 
     Attributes:
         ids: the tokens of all texts one after the other, [T], int32.
@@ -87,24 +97,29 @@ class Encoded(Dataset[Any]):
         """A batch: ids padded to its longest text [B, L], labels [B], indices [B].
 
         Args:
-            keys: indices, or pairs (epoch, index) as `data.StepSampler` gives them.
+            keys: indices, or pairs (epoch, index) as `GlobalBatchSampler` gives them.
         """
         indices = indices_of(keys)
-        rows = [self.ids[self.starts[index] : self.starts[index + 1]] for index in indices.tolist()]
-        ids = pad_sequence(rows, batch_first=True, padding_value=PAD).long()  # dynamic padding: no row of PAD only
+        rows = [self.ids[self.starts[i] : self.starts[i + 1]] for i in indices.tolist()]
+        # Padded to the longest of the batch: no column is [PAD] only.
+        ids = pad_sequence(rows, batch_first=True, padding_value=PAD).long()
         return ids, self.labels[indices], indices
 
 
-def encode(tokenizer: BertTokenizer, texts: Sequence[str], labels: Sequence[int], max_length: int) -> Encoded:
-    """Tokenise once: doing it in the collate function does the same work again in every epoch.
+def encode(
+    tokenizer: BertTokenizer, texts: Sequence[str], labels: Sequence[int], max_length: int
+) -> Encoded:
+    """Tokenise once: the collate function would do the same work again in every epoch.
 
     Args:
-        tokenizer: a text gets [CLS] before it and [SEP] behind it.
+        tokenizer: puts [CLS] before a text and [SEP] behind it.
         texts: N of them.
         labels: one per text.
         max_length: in tokens; a longer text keeps its beginning, and its [SEP].
     """
-    rows = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"] if texts else []
+    rows: list[list[int]] = []
+    if texts:
+        rows = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
     cut = sum(len(row) > max_length for row in rows)
     rows = [row if len(row) <= max_length else [*row[: max_length - 1], row[-1]] for row in rows]
     lengths = torch.tensor([0, *(len(row) for row in rows)])
@@ -112,33 +127,46 @@ def encode(tokenizer: BertTokenizer, texts: Sequence[str], labels: Sequence[int]
     return Encoded(ids, lengths.cumsum(0), torch.tensor(labels, dtype=torch.long), cut)
 
 
-class LengthSampler(StepSampler):
-    """Batches of texts that are about as long as each other, so that little of a batch is padding.
+class LengthSampler(GlobalBatchSampler):
+    """Batches of texts of similar length, so that little of a batch is padding.
 
-    The epoch's permutation is cut into windows; each is sorted by length and cut into batches, which are then shuffled.
-    A window is an eighth of the epoch, so which texts meet differs from epoch to epoch. The last, smaller batch of the
-    epoch is a random one.
+    The epoch's permutation is cut into windows; each is sorted by length and cut into batches,
+    which are then shuffled. A window is an eighth of the epoch, so which texts meet differs from
+    epoch to epoch. The last, smaller batch of the epoch is a random one. As in a
+    `GlobalBatchSampler`, rank r gets every W-th text of a batch, so that the ranks' parts are
+    equally long.
 
     Args:
         lengths: tokens of each text, [N].
-        batch_size: texts in a global batch; sorted ones are dealt to the ranks, so their shares are as long, too.
-        world: this process's world.
+        batch_size: texts in a global batch.
         seed: of the permutations.
+        rank: which part of each batch; by default this process's rank.
+        world_size: into how many parts W a batch is cut; by default that of the process group.
         most: the most batches in a window.
     """
 
-    def __init__(self, lengths: Tensor, batch_size: int, world: World, seed: int, most: int = 50) -> None:
-        super().__init__(len(lengths), batch_size, world, seed)
-        self._lengths, self._most = lengths, most
+    def __init__(
+        self,
+        lengths: Tensor,
+        batch_size: int,
+        seed: int,
+        rank: int | None = None,
+        world_size: int | None = None,
+        most: int = 50,
+    ) -> None:
+        super().__init__(len(lengths), batch_size, seed, rank, world_size)
+        self.lengths, self.most = lengths, most
 
     def order(self) -> Tensor:
         """The order of the epoch, [N], the same on all ranks."""
-        order, size = super().order(), self._batch_size
-        whole = len(order) // size
+        order, size = super().order(), self.batch_size
+        whole = len(order) // size  # batches that are full
         if whole == 0:
             return order
-        window = size * max(1, min(self._most, whole // 8))
+        window = size * max(1, min(self.most, whole // 8))
         windows = order[: whole * size].split(window)
-        batches = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in windows]).view(whole, size)
+        sorted_windows = [part[self.lengths[part].argsort(stable=True)] for part in windows]
+        batches = torch.cat(sorted_windows).view(whole, size)
         generator = torch.Generator().manual_seed(int(order[0]))
-        return torch.cat([batches[torch.randperm(whole, generator=generator)].flatten(), order[whole * size :]])
+        shuffled = batches[torch.randperm(whole, generator=generator)].flatten()
+        return torch.cat([shuffled, order[whole * size :]])

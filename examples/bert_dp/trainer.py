@@ -1,116 +1,60 @@
-"""bert_dp: the same task by the Hugging Face `Trainer`, which chooses the kind of data parallelism itself.
+"""bert_dp: the same task by the Hugging Face `Trainer`, as its documentation has it.
 
-One process uses DataParallel over the CUDA devices that it sees; several processes use DistributedDataParallel.
+The Trainer chooses the parallelism itself: DataParallel over the CUDA devices that one process
+sees, DistributedDataParallel for several processes. `trainer_robust.py` is this program with exact
+resuming, checked checkpoints, and a common last step after a signal.
 
-    python -m examples.bert_dp.trainer                                      # the reviews that come with it
-    python -m examples.bert_dp.trainer --csv FILE --model bert-base-chinese # fine-tune a pretrained one, local folder
-    CUDA_VISIBLE_DEVICES=0,1 python -m examples.bert_dp.trainer             # DataParallel over two devices
-    torchrun --nproc-per-node 2 -m examples.bert_dp.trainer                 # DistributedDataParallel
+    python -m examples.bert_dp.trainer                                       # the shipped reviews
+    python -m examples.bert_dp.trainer --csv FILE --model bert-base-chinese  # a local folder
+    CUDA_VISIBLE_DEVICES=0,1 python -m examples.bert_dp.trainer              # DataParallel
+    torchrun --nproc-per-node 2 -m examples.bert_dp.trainer                  # DDP
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import OmitArgPrefixes, arg
-
-from common.errors import Stopped, UserError
-from common.flags import at_least, begin, leave
-from common.launcher import Launch, Place
-from common.precision import Precision
-from examples.bert_dp.options import SLOW, TextOptions
-
-
-@dataclass(frozen=True)
-class Args:
-    """The flags of this program."""
-
-    epochs: Annotated[int | None, arg(metavar="N")] = None
-    """Passes over the training reviews (default: 20 for those that come with the example, else 3)."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 64
-    """GLOBAL batch size in reviews, divided by all devices (the Trainer's own flag is per device)."""
-    eval_batch_size: Annotated[int, arg(metavar="N")] = 128
-    """Reviews at once on a device in evaluation."""
-    logging_steps: Annotated[int, arg(metavar="STEPS")] = 10
-    """Steps between lines of the log."""
-    save_total_limit: Annotated[int, arg(metavar="N")] = 3
-    """Checkpoints that stay."""
-    seed: int = 0
-    """Seed of the split, the parameters and the order."""
-    out: Path = Path("runs/bert_dp_trainer")
-    """Folder for everything that the run writes."""
-    resume: Annotated[str, arg(metavar="auto|PATH|no")] = "no"
-    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
-    text: OmitArgPrefixes[TextOptions] = TextOptions()
-    launch: OmitArgPrefixes[Launch] = Launch()
-    numbers: OmitArgPrefixes[Precision] = Precision(channels_last="no")
-
-    def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, eval_batch_size=self.eval_batch_size)
-        at_least(1, logging_steps=self.logging_steps)
-        at_least(3, save_total_limit=self.save_total_limit)  # the best, the last, and the one that is being written
-        at_least(0, seed=self.seed)
-        if self.numbers.channels_last != "no" or self.numbers.compile:
-            raise UserError("--channels-last is for images, and --compile for inputs of one shape: leave them out here")
-        if self.launch.gpu is not None:
-            raise UserError(f"--gpu {self.launch.gpu}: the Trainer takes the devices of CUDA_VISIBLE_DEVICES")
-
-
-if __name__ == "__main__":  # before the heavy imports: --help and mistakes answer at once, workers start meanwhile
-    args, place = begin(Args, __doc__, preload_also=(*SLOW, "transformers.trainer"))
-
-import os
-import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.data.data_collator import DataCollatorWithPadding
-from transformers.trainer import Trainer
-from transformers.trainer_callback import PrinterCallback
-from transformers.training_args import TrainingArguments
+from sklearn.metrics import accuracy_score, f1_score
+from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, set_seed
 
-from common.data import local_batch
-from common.distributed import Stop, World, from_main, launch, taking_part
-from common.precision import Numerics
-from common.proof import prove_replicas_agree
-from common.report import Report
-from common.seed import seed_everything
-from examples.bert_dp.classifier import save
+from common.launch.args import start
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.spawn import launch
+from common.train.amp import MixedPrecision
+from examples.bert_dp.args import TrainerArgs
 from examples.bert_dp.data import load_data
-from examples.bert_dp.trainer_checkpoints import check_best, choose, in_one_line
-from examples.bert_dp.trainer_parts import Telling, compute_metrics, dataset, evaluation, mean_loss
+from examples.bert_dp.trainer_setup import device_batch, join, samples
 
 
-def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """One process of the job; the Trainer finds the group that is already there, and its place in the environment."""
-    with taking_part(place, local_rank) as world:
-        dist.init_process_group(
-            world.group_backend, store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
-        )
-        if world.size > 1:  # what torchrun sets; alone, the Trainer must find nothing, or it would not use DataParallel
-            ranks = {"RANK": world.rank, "LOCAL_RANK": world.local_rank}
-            sizes = {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": place.local_size}
-            os.environ |= {name: str(value) for name, value in (ranks | sizes).items()}
-            os.environ |= {"MASTER_ADDR": place.host, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        with Report("bert_dp_trainer", args.out, world, "reviews") as report:
-            train(args, world, report)
+def main(place: Place, args: TrainerArgs) -> None:
+    """Start a process per rank."""
+    launch(main_worker, place, args)
 
 
-class Arguments(TrainingArguments):
-    """On a CPU, "cpu": accelerate says "cpu:1" on rank 1, where torch 2.11 cannot load what a resume reads."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return torch.device("cpu") if super().device.type == "cpu" else super().device
+@record
+def main_worker(local_rank: int, place: Place, args: TrainerArgs) -> None:
+    """Become a rank and train."""
+    train(args, join(local_rank, place))
+    dist.destroy_process_group()
 
 
-def arguments(args: Args, world: World, numerics: Numerics, epochs: int) -> TrainingArguments:
-    """What the Trainer is told; all else is its default."""
-    told = Arguments(
+def compute_metrics(prediction: Any) -> dict[str, float]:
+    """Accuracy and F1 of the whole validation set, from its logits [N, 2] and labels [N]."""
+    logits, labels = prediction
+    classes = logits.argmax(axis=1)
+    f1 = f1_score(labels, classes, average="macro")
+    return {"accuracy": float(accuracy_score(labels, classes)), "f1": float(f1)}
+
+
+def training_arguments(
+    args: TrainerArgs, device: torch.device, kind: Any = TrainingArguments, **more: Any
+) -> TrainingArguments:
+    """The Trainer's arguments; those that are not named have its defaults."""
+    return kind(
         output_dir=str(args.out / "checkpoints"),
-        num_train_epochs=epochs,
-        per_device_train_batch_size=local_batch(args.batch_size, world),
+        num_train_epochs=args.epochs or args.text.default_epochs,
+        per_device_train_batch_size=device_batch(args.batch_size, device),
         per_device_eval_batch_size=args.eval_batch_size,
         logging_steps=args.logging_steps,
         eval_strategy="epoch",
@@ -121,76 +65,36 @@ def arguments(args: Args, world: World, numerics: Numerics, epochs: int) -> Trai
         warmup_steps=args.text.warmup,  # below 1: a share of all steps
         metric_for_best_model="f1",
         load_best_model_at_end=True,
-        bf16=numerics.name == "bf16",
-        use_cpu=world.device.type == "cpu",
-        ddp_backend="gloo" if world.device.type == "cpu" else None,
-        ddp_find_unused_parameters=False,  # all are used: looking for others costs time, and a warning of each rank
-        dataloader_pin_memory=world.device.type == "cuda",
-        average_tokens_across_devices=False,  # see `mean_loss`
+        bf16=MixedPrecision(args.amp, device).name == "bf16",
+        use_cpu=device.type == "cpu",
+        dataloader_pin_memory=device.type == "cuda",
+        ddp_find_unused_parameters=False,  # all are used: the search costs time, and warns
+        # BERT's loss is a mean already: the Trainer would multiply it by the number of processes.
+        average_tokens_across_devices=False,
         report_to="none",
-        disable_tqdm=True,
         seed=args.seed,
+        **more,
     )
-    devices = max(1, told.n_gpu)  # of this process, as the Trainer has counted them
-    if told.per_device_train_batch_size % devices:
-        shares = f"{world.size} process(es) x {devices} devices"
-        raise UserError(f"--batch-size {args.batch_size} (global) cannot be divided by {shares}")
-    told.per_device_train_batch_size //= devices
-    return told
 
 
-def train(args: Args, world: World, report: Report) -> None:
-    """Train, evaluate after every epoch, keep the best model."""
-    epochs = args.epochs or (3 if args.text.csv else 20)
-    numerics = args.numbers.on(world.device)
-    told = arguments(args, world, numerics, epochs)
-    seed_everything(args.seed, 0, args.numbers.deterministic)  # the same parameters on all ranks
-    data = load_data(args.text, args.seed, world, report)
-    report.introduce(f"{data.model_name} on {data}", numerics, args.batch_size)
-    report.log(
-        f"the Trainer's kind of parallelism: {told.parallel_mode.value}, {max(1, told.n_gpu)} device(s) per process"
+def train(args: TrainerArgs, device: torch.device) -> None:
+    """Train, evaluate after every epoch, keep the best model. Every rank calls this."""
+    set_seed(args.seed)
+    data = load_data(args.text, args.seed)
+    trainer = Trainer(
+        model=data.bert,
+        args=training_arguments(args, device),
+        train_dataset=samples(data.train),
+        eval_dataset=samples(data.validation),
+        data_collator=DataCollatorWithPadding(data.tokenizer),
+        processing_class=data.tokenizer,
+        compute_metrics=compute_metrics,
     )
-    config = {"epochs": epochs, "batch_size": args.batch_size, "seed": args.seed} | data.identity | numerics.settings
-    start = choose(args.out / "checkpoints", args.resume, config, world)
-    report.begin(start.step if start else 0, start)
-    report.seconds["startup"] = time.time() - world.place.started
-    with Stop() as stop, in_one_line(args.out / "checkpoints", start, data.bert):
-        trainer = Trainer(
-            model=data.bert,
-            args=told,
-            train_dataset=dataset(data.train),
-            eval_dataset=dataset(data.validation),
-            data_collator=DataCollatorWithPadding(data.tokenizer),
-            processing_class=data.tokenizer,
-            compute_loss_func=mean_loss,
-            compute_metrics=compute_metrics,
-        )
-        telling = Telling(trainer, report, stop, config, world)
-        trainer.add_callback(telling)
-        trainer.remove_callback(PrinterCallback)
-        output = trainer.train(resume_from_checkpoint=str(start.path) if start else None)
-    if telling.signum:
-        raise Stopped(telling.signum, f"checkpoint at step {output.global_step}; go on with --resume auto")
-    from_main(world, lambda: check_best(trainer.state.best_model_checkpoint))  # which has been loaded
-    report.seconds["train"] = output.metrics["train_runtime"] - report.seconds["eval"]
-
-    logits = torch.as_tensor(trainer.predict(dataset(data.validation)).predictions)  # of the best model
-    found = evaluation(logits.float(), data.validation.labels)
-    report.epoch("best model", output.global_step, found, record=False)
-    from_main(world, lambda: save(args.out / "model", data.bert, data.tokenizer))
-    report.log(f"best model: {args.out / 'model'}, for from_pretrained and examples.bert_dp.predict")
-    report.finish(
-        **data.facts,
-        epochs=epochs,
-        steps=output.global_step,
-        global_batch=args.batch_size,
-        precision=numerics.name,
-        metrics=found.metrics | {"best_f1": trainer.state.best_metric},
-        samples_per_second=output.metrics["train_samples_per_second"],
-        parallel_mode=told.parallel_mode.value,
-        parameter_hash=prove_replicas_agree(data.bert, world),
-    )
+    trainer.train()
+    trainer.save_model(str(args.out / "model"))  # the best one, which has been loaded
+    trainer.save_metrics("eval", trainer.evaluate())  # eval_results.json
+    trainer.save_state()  # losses and metrics by step: trainer_state.json
 
 
 if __name__ == "__main__":
-    leave(launch(main_worker, place, args))
+    start(TrainerArgs, "examples.bert_dp.trainer:main")

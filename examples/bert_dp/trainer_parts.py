@@ -1,4 +1,4 @@
-"""What the Trainer is given: data, loss, metrics, and a callback that reports and stops."""
+"""What the robust Trainer is given: loss, metrics, and a callback that reports and stops."""
 
 from pathlib import Path
 from typing import Any
@@ -6,100 +6,128 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_utils import EvalPrediction
 
-from common.distributed import Stop, World, from_main, settle
-from common.metrics import Evaluation, classification_metrics
-from common.report import Report
-from examples.bert_dp.tokens import Encoded
+from common.launch.collectives import broadcast_object
+from common.train.checkpoint import Checkpoint
+from common.train.ddp import warm_up_buckets
+from common.train.evaluate import Evaluation, classification_metrics
+from common.train.run import Run
+from common.train.stop import Stop
+from common.train.summary import write_predictions
 from examples.bert_dp.trainer_checkpoints import seal
-
-
-def dataset(encoded: Encoded) -> Any:
-    """Tokenised reviews as the Trainer takes them; `DataCollatorWithPadding` pads each batch to its longest."""
-    ends = zip(encoded.starts[:-1].tolist(), encoded.starts[1:].tolist(), encoded.labels.tolist(), strict=True)
-    return [{"input_ids": encoded.ids[start:end].tolist(), "labels": label} for start, end, label in ends]
 
 
 def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """The mean over a process's batch, from logits that DataParallel has gathered.
 
-    BERT's own loss will not do. Under DataParallel it is one mean per device, and the Trainer takes the mean of those,
-    whatever their shares. Under DistributedDataParallel the Trainer multiplies it by the number of processes, because
-    it takes BERT for a model that divides by `num_items_in_batch`; that changes what gradient clipping does.
+    BERT's own loss does not do. Under DataParallel it is one mean per device, and the Trainer takes
+    the mean of those, whatever their shares. Under DistributedDataParallel the Trainer multiplies
+    it by the number of processes, because it takes BERT for a model that divides by
+    `num_items_in_batch`; that changes what gradient clipping does.
     """
     return F.cross_entropy(outputs["logits"].float(), labels)
 
 
 def evaluation(logits: Tensor, targets: Tensor) -> Evaluation:
-    """Metrics and loss of logits [N, 2] in dataset order, as in train.py."""
-    metrics = classification_metrics(logits.argsort(descending=True), targets, 2, logits.softmax(dim=1))
-    return Evaluation(metrics, F.cross_entropy(logits.double(), targets).item(), targets, logits.argmax(dim=1))
+    """Metrics and loss of logits [N, 2] for labels [N] in dataset order, as in `train.py`."""
+    top, scores = logits.argsort(descending=True), logits.softmax(dim=1)
+    metrics = classification_metrics(top, targets, 2, scores)
+    loss = F.cross_entropy(logits.double(), targets).item()
+    return Evaluation(metrics, loss, targets, logits.argmax(dim=1))
 
 
-def compute_metrics(found: EvalPrediction) -> dict[str, float]:
+def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
     """Accuracy, precision, recall, F1 and AUC of the whole validation set, for the Trainer."""
-    metrics = evaluation(torch.as_tensor(found.predictions).float(), torch.as_tensor(found.label_ids)).metrics
+    logits = torch.as_tensor(prediction.predictions).float()
+    metrics = evaluation(logits, torch.as_tensor(prediction.label_ids)).metrics
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-class Logits(nn.Module):
-    """A BERT, wrapped or not, as `settle` calls a model: token numbers [N, L] in, logits [N, 2] out."""
+class TrainerRun(Run):
+    """The greeting, log and result of a `Run`, around a loop that the Trainer owns."""
 
-    def __init__(self, bert: nn.Module) -> None:
-        super().__init__()
-        self.bert = bert
+    def begin(self, start: Checkpoint | None, epochs: int) -> None:
+        """Start the curves, or go on with those of the run that is resumed.
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """The logits."""
-        return self.bert(input_ids=ids)["logits"]
+        Args:
+            start: the checkpoint that the Trainer resumes from.
+            epochs: of the whole run.
+        """
+        self.num_epochs = epochs
+        if start:
+            self.state.step = start.step
+            self.print0(f"resumed from {start.path} at step {start.step}")
+        self._log.start(self.state.step, resumed=start is not None)
+
+    def write(self) -> None:
+        """Write the curves so far: a resumed run goes on from them."""
+        self._log.write_lines()
+        self._log.write_events()
+
+    def show_best(self, best: Evaluation, f1: float | None) -> None:
+        """Show the best model's metrics and write its predictions; the curves have them already."""
+        self.state.metrics = best.metrics
+        self.state.best = {} if f1 is None else {"f1": f1}
+        known = {name: value for name, value in best.metrics.items() if value is not None}
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
+        self.print0(f"best model: test loss {best.loss:.4f}, {shown}")
+        if dist.get_rank() == 0:
+            write_predictions(self.args.out / "predictions.csv", best)
 
 
-class Telling(TrainerCallback):
-    """Passes on what the Trainer does: to the report; and to the Trainer, on which step all ranks stop."""
+class ReportCallback(TrainerCallback):
+    """Forwards the Trainer's events to the report, and stops all ranks after the same step."""
 
-    def __init__(self, trainer: Trainer, report: Report, stop: Stop, config: dict[str, Any], world: World) -> None:
-        self.trainer, self.report, self.stop, self.config, self.world = trainer, report, stop, config, world
+    def __init__(self, trainer: Trainer, run: TrainerRun, stop: Stop) -> None:
+        self.trainer, self.run, self.stop = trainer, run, stop
         self.signum = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have a resumed run add up in the order of an uninterrupted one, with 3 and more ranks, too."""
+        """Let a resumed run add gradients in the order of an uninterrupted one."""
         if isinstance(self.trainer.model_wrapped, DistributedDataParallel):
-            settle(Logits(self.trainer.model_wrapped), torch.ones(1, 2, dtype=torch.long, device=args.device))
+            warm_up_buckets(self.trainer.model_wrapped)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """The mean loss of the last steps."""
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Report the mean loss of the last steps."""
         if logs and "loss" in logs:
-            self.report.scalars(state.global_step, {"loss/train": float(logs["loss"])})
-            self.report.log(f"step {state.global_step}/{state.max_steps}: loss {float(logs['loss']):.4f}")
+            loss = float(logs["loss"])
+            self.run.scalars(state.global_step, {"loss/train": loss})
+            self.run.print0(f"step {state.global_step}/{state.max_steps}: loss {loss:.4f}")
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        """The metrics of an epoch."""
-        known = {name: metrics[f"eval_{name}"] for name in ("loss", "accuracy", "f1") if f"eval_{name}" in metrics}
-        self.report.seconds["eval"] += metrics["eval_runtime"]
-        self.report.scalars(state.global_step, {f"test/{name}": value for name, value in known.items()})
-        self.report.log(f"epoch {state.epoch:g}: " + ", ".join(f"test {name} {v:.4f}" for name, v in known.items()))
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
+    ) -> None:
+        """Report the metrics of an epoch."""
+        names = ("loss", "accuracy", "f1")
+        known = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
+        self.run.meters.seconds["eval"] += metrics["eval_runtime"]
+        self.run.scalars(state.global_step, {f"test/{name}": v for name, v in known.items()})
+        shown = ", ".join(f"test {name} {value:.4f}" for name, value in known.items())
+        self.run.print0(f"epoch {state.epoch:g}: {shown}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After a signal: save, stop; after an epoch's last step, when the epoch has been evaluated and saved."""
-        self.report.passed(state.global_step)
+        """After a signal, save and stop; after an epoch's last step, when it has been evaluated."""
+        self.run.state.step = state.global_step
         self.signum = self.signum or self.stop.agreed()
         if self.signum:
             control.should_training_stop = True
             control.should_save = not state.epoch.is_integer()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A run that stops in the middle of an epoch has saved already, and does not evaluate."""
+        """Let a run that stops in the middle of an epoch, and has saved, not evaluate."""
         if self.signum and not state.epoch.is_integer():
             control.should_save = control.should_evaluate = False
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """The Trainer's checkpoints are not written atomically: mark the ones that are whole."""
-        self.report.write()  # what a resumed run goes on from
+        """Seal the checkpoint, which the Trainer does not write atomically."""
+        self.run.write()
         dist.barrier()  # each rank has written its random state
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        from_main(self.world, lambda: seal(folder, self.config, self.world.size))
+        broadcast_object(lambda: seal(folder, self.run.config, dist.get_world_size()))

@@ -1,0 +1,201 @@
+"""The flags of the programs of this example. No torch here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from common.launch.errors import UserError
+from common.launch.flags import MAY_CHANGE, Launch, at_least, share
+from common.train.precision import Precision
+
+
+@dataclass(frozen=True)
+class TextArgs:
+    """Reviews and model: what `train.py`, `trainer.py` and `trainer_robust.py` share."""
+
+    csv: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
+    """Reviews to train on, columns label and review (default: those shipped with the example)."""
+    model: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Local folder with a pretrained BERT to fine-tune (default: a small BERT, from scratch)."""
+    vocab: Annotated[Path | None, arg(metavar="FILE")] = None
+    """vocab.txt of a BERT, for the small one (default: the characters of the reviews)."""
+    max_length: Annotated[int, arg(metavar="TOKENS")] = 128
+    """Longest input in tokens; a longer one loses its end."""
+    layers: Annotated[int | None, arg(metavar="N")] = None
+    """Layers of the small BERT (default: 2)."""
+    hidden: Annotated[int | None, arg(metavar="N")] = None
+    """Width of the small BERT, a multiple of 64 (default: 128)."""
+    dropout: float | None = None
+    """Dropout (default: 0 for the small BERT, which it would slow down by a fifth; else the model's
+    own)."""
+    lr: float | None = None
+    """Highest learning rate (default: 2e-5 for a pretrained BERT, 5e-4 for the small one)."""
+    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 0.01
+    """Decoupled weight decay (AdamW)."""
+    warmup: float = 0.1
+    """Share of the steps in which the learning rate rises; then it falls to 0 linearly."""
+
+    def __post_init__(self) -> None:
+        at_least(4, max_length=self.max_length)
+        at_least(1, layers=self.layers)
+        at_least(0, lr=self.lr, weight_decay=self.weight_decay)
+        share(warmup=self.warmup)
+        if self.dropout is not None:
+            share(dropout=self.dropout)
+        if self.hidden is not None and (self.hidden < 64 or self.hidden % 64):
+            raise UserError(
+                f"--hidden {self.hidden}: give a multiple of 64, the width of an attention head"
+            )
+        small = {"--vocab": self.vocab, "--layers": self.layers, "--hidden": self.hidden}
+        given = [flag for flag, value in small.items() if value is not None]
+        if self.model and given:
+            raise UserError(
+                f"{', '.join(given)} with --model: the folder decides that; leave it out"
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        """The highest learning rate."""
+        return self.lr if self.lr is not None else (2e-5 if self.model else 5e-4)
+
+    @property
+    def default_epochs(self) -> int:
+        """Passes over the training reviews if --epochs is not given."""
+        return 3 if self.csv else 20
+
+    def factor(self, step: int, steps: int) -> float:
+        """The learning rate of a step as a share of the highest: linearly up, linearly down to 0.
+
+        Args:
+            step: counted from 0.
+            steps: in the whole run.
+        """
+        warm_up = max(1, round(self.warmup * steps))
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return (steps - step) / max(1, steps - warm_up)
+
+
+def refuse_image_flags(amp: Precision) -> None:
+    """Refuse the flags of `Precision` that do not fit text of varying length.
+
+    Raises:
+        UserError: --channels-last or --compile was given.
+    """
+    if amp.channels_last != "no" or amp.compile:
+        raise UserError(
+            "--channels-last is for images, and --compile for inputs of one shape: "
+            "leave them out here"
+        )
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of `train.py`."""
+
+    epochs: Annotated[int | None, arg(metavar="N")] = None
+    """Passes over the training reviews (default: 20 for the shipped ones, else 3)."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 32
+    """GLOBAL batch size in reviews, divided by the ranks, in each by DataParallel's devices."""
+    fast: bool = False
+    """Less arithmetic than the stock BERT for the same scores, up to rounding (fast_bert.py)."""
+    log_step: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 100
+    """Steps between lines of the log."""
+    seed: int = 0
+    """Seed of the split, the parameters and the order."""
+    out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp")
+    """Folder for everything that the run writes."""
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
+    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
+    checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
+    """Optimizer steps between checkpoints (there is one after every epoch, too)."""
+    text: OmitArgPrefixes[TextArgs] = TextArgs()
+    launch: OmitArgPrefixes[Launch] = Launch()
+    amp: OmitArgPrefixes[Precision] = Precision(channels_last="no")
+
+    def __post_init__(self) -> None:
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size, log_step=self.log_step)
+        at_least(1, checkpoint_every=self.checkpoint_every)
+        at_least(0, seed=self.seed)
+        refuse_image_flags(self.amp)
+
+
+@dataclass(frozen=True)
+class TrainerArgs:
+    """The flags of `trainer.py`."""
+
+    epochs: Annotated[int | None, arg(metavar="N")] = None
+    """Passes over the training reviews (default: 20 for the shipped ones, else 3)."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 64
+    """GLOBAL batch size in reviews, divided by all devices (the Trainer's own is per device)."""
+    eval_batch_size: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 128
+    """Reviews at once on a device in evaluation."""
+    logging_steps: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 10
+    """Steps between lines of the log."""
+    save_total_limit: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 3
+    """Checkpoints that stay."""
+    seed: int = 0
+    """Seed of the split, the parameters and the order."""
+    out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp_trainer")
+    """Folder for everything that the run writes."""
+    text: OmitArgPrefixes[TextArgs] = TextArgs()
+    launch: OmitArgPrefixes[Launch] = Launch()
+    amp: OmitArgPrefixes[Precision] = Precision(channels_last="no")
+
+    def __post_init__(self) -> None:
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size)
+        at_least(1, eval_batch_size=self.eval_batch_size, logging_steps=self.logging_steps)
+        at_least(1, save_total_limit=self.save_total_limit)
+        at_least(0, seed=self.seed)
+        refuse_image_flags(self.amp)
+        if self.launch.gpu is not None:
+            raise UserError(
+                f"--gpu {self.launch.gpu}: the Trainer takes the devices of CUDA_VISIBLE_DEVICES"
+            )
+
+
+@dataclass(frozen=True)
+class RobustTrainerArgs(TrainerArgs):
+    """The flags of `trainer_robust.py`."""
+
+    out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp_trainer_robust")
+    """Folder for everything that the run writes."""
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
+    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The best one, the last one, and the one that is being written.
+        at_least(3, save_total_limit=self.save_total_limit)
+
+
+@dataclass(frozen=True)
+class PredictArgs:
+    """The flags of `predict.py`."""
+
+    model: Annotated[Path, arg(metavar="DIR")] = Path("runs/bert_dp/model")
+    """Folder that a training program has written, or any local BERT for classification."""
+    text: str | None = None
+    """One review."""
+    csv: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Reviews, in a column of that name; other columns are passed on."""
+    out: Path = Path("predictions.csv")
+    """File for the rows of --csv with two columns more: prediction, probability."""
+    pipeline: bool = False
+    """Let transformers.pipeline predict --text."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 64
+    """Reviews at once per process: it changes the speed, not the result."""
+    launch: OmitArgPrefixes[Launch] = Launch()
+    amp: OmitArgPrefixes[Precision] = Precision(precision="fp32", channels_last="no")
+
+    def __post_init__(self) -> None:
+        at_least(1, batch_size=self.batch_size)
+        if (self.text is None) == (self.csv is None):
+            raise UserError("give --text or --csv, one of them")
+        if self.text is not None and not self.text.strip():
+            raise UserError("--text is empty: give a review")
+        if self.pipeline and self.text is None:
+            raise UserError("--pipeline is for --text")
+        refuse_image_flags(self.amp)
