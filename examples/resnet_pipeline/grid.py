@@ -1,53 +1,55 @@
-"""P stages x D replicas: which process is which, and the groups in which they talk."""
+"""P processes per pipeline x D replicas: which process is which, and the groups they talk in."""
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.distributed import World
-from common.errors import Lost, UserError
+from common.launch.collectives import all_reduce_mean
+from common.launch.errors import Lost, UserError
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A process's place: rank = replica * stages + stage, so that the stages of a replica are neighbours.
+    """A process's place: rank = dp_rank * pp_size + pp_rank, so a pipeline has neighbouring ranks.
 
     Attributes:
-        stages: processes of one pipeline, P.
-        replicas: pipelines that train on different samples, D.
-        stage: which stage this process is.
-        replica: of which pipeline.
-        ranks: global ranks of this pipeline's stages, in order.
-        mesh: the processes as a [D, P] mesh with the dimensions `replica` and `stage`.
-        channels: groups of the pipeline's processes: for activations and for gradients, and each again for those that
-            go from the last process round to the first, or back. nccl runs the messages between two ranks in the order
-            of the calls, so in one group the two directions would wait for each other.
+        pp_size: processes of one pipeline, P. Each holds one stage or two.
+        dp_size: replicas of the pipeline, which train on different samples, D.
+        pp_rank: this process's number in its pipeline.
+        dp_rank: the number of its pipeline.
+        ranks: global ranks of this pipeline's processes, in order.
+        mesh: the processes as a [D, P] mesh with the dimensions `dp` and `pp`.
+        channels: groups of the pipeline's processes, by (kind, round the end): one for activations
+            (F), one for gradients (B), and each again for the messages from the last process round
+            to the first, or back. nccl runs the messages between two ranks in the order of the
+            calls, so in one group the two directions would wait for each other.
         device: this process's device.
-        seconds: the timeout of messages.
+        timeout: the longest wait for a message.
     """
 
-    stages: int
-    replicas: int
-    stage: int
-    replica: int
+    pp_size: int
+    dp_size: int
+    pp_rank: int
+    dp_rank: int
     ranks: tuple[int, ...]
     mesh: DeviceMesh
     channels: Mapping[tuple[str, bool], dist.ProcessGroup]
     device: torch.device
-    seconds: float
+    timeout: timedelta
 
     @property
     def pipeline(self) -> dist.ProcessGroup:
-        """The group of the stages of this replica."""
-        return self.mesh.get_group("stage")
+        """The group of this pipeline's processes."""
+        return self.mesh.get_group("pp")
 
     def sender(self, kind: str, stage: int) -> tuple[int, dist.ProcessGroup]:
-        """Global rank and group from which the input of a stage's forward (F) or backward (B) comes."""
+        """Global rank and group from which a stage's forward (F) or backward (B) gets its input."""
         return self._link(kind, stage, stage - 1 if kind == "F" else stage + 1)
 
     def receiver(self, kind: str, stage: int) -> tuple[int, dist.ProcessGroup]:
@@ -56,102 +58,101 @@ class Grid:
 
     def _link(self, kind: str, stage: int, other: int) -> tuple[int, dist.ProcessGroup]:
         """Stage s is on process s modulo P."""
-        round_the_end = max(stage, other) % self.stages == 0
-        return self.ranks[other % self.stages], self.channels[kind, round_the_end]
-
-    def local_batch(self, batch_size: int) -> int:
-        """The share of one replica in a global batch.
-
-        Raises:
-            UserError: the number of replicas does not divide it.
-        """
-        if batch_size % self.replicas:
-            raise UserError(f"--batch-size {batch_size} (global) cannot be divided by {self.replicas} replicas")
-        return batch_size // self.replicas
-
-    def dealt(self, total: int) -> int:
-        """How many of `total` samples this replica gets when they are dealt like cards."""
-        return len(range(self.replica, total, self.replicas))
+        round_the_end = max(stage, other) % self.pp_size == 0
+        return self.ranks[other % self.pp_size], self.channels[kind, round_the_end]
 
     @contextlib.contextmanager
     def watching(self, rank: int, doing: str) -> Generator[None]:
-        """Name the stage that is gone when a message fails.
+        """Name the process that is gone when a message of the body fails.
+
+        Args:
+            rank: global rank of the process at the other end.
+            doing: what this process does, for the error: "waits for ...".
 
         Raises:
-            Lost: with its name.
+            Lost: the process ended, or was silent for longer than the timeout.
         """
         try:
             yield
         except RuntimeError as error:
             silent = "imed out" in str(error)
-            what = f"was silent for {self.seconds:g} s" if silent else "ended"
+            what = f"was silent for {self.timeout.total_seconds():g} s" if silent else "ended"
             raise Lost(
-                f"stage {self.ranks.index(rank)} of {self.stages} (rank {rank}) {what} while stage {self.stage} {doing}"
+                f"pipeline rank {self.ranks.index(rank)} of {self.pp_size} (rank {rank}) {what} "
+                f"while pipeline rank {self.pp_rank} {doing}"
             ) from None
 
 
-def make_grid(world: World, stages: int | None) -> Grid:
-    """Arrange the processes as P stages x D replicas.
+def make_grid(pp_size: int | None, device: torch.device, timeout: timedelta) -> Grid:
+    """Arrange the processes as D replicas x P processes, and connect them. Every rank calls this.
 
     Args:
-        world: this process's world, whose process group exists.
-        stages: P; by default all processes are stages of one pipeline.
+        pp_size: P; by default all processes belong to one pipeline.
+        device: this process's device.
+        timeout: the longest wait for a message; a new group's own would be 30 minutes.
 
     Raises:
         UserError: P does not divide the number of processes.
     """
-    stages = stages or world.size
-    if world.size % stages:
-        raise UserError(f"--stages {stages}: it must divide the {world.size} processes (stages x replicas)")
-    ranks = torch.arange(world.size).view(-1, stages)  # [D, P]
-    same = _groups(ranks.T, world)
-    uses = [(kind, round_the_end) for round_the_end in (False, True) for kind in ("F", "B")]
-    channels = {use: _groups(ranks, world) for use in uses}
-    groups = [same, channels["F", False]]
-    mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=("replica", "stage"))
-    replica, stage = mesh.get_local_rank("replica"), mesh.get_local_rank("stage")
-    mine = tuple(ranks[replica].tolist())
-    seconds = world.timeout.total_seconds()
-    grid = Grid(stages, len(ranks), stage, replica, mine, mesh, channels, world.device, seconds)
+    world_size = dist.get_world_size()
+    pp_size = pp_size or world_size
+    if world_size % pp_size:
+        raise UserError(
+            f"--stages {pp_size}: it must divide the {world_size} processes (stages x replicas)"
+        )
+    ranks = torch.arange(world_size).view(-1, pp_size)  # [D, P]
+    replicas = _own_group(ranks.T, timeout)
+    channels = {
+        (kind, round_the_end): _own_group(ranks, timeout)
+        for round_the_end in (False, True)
+        for kind in ("F", "B")
+    }
+    mesh = DeviceMesh.from_group(
+        [replicas, channels["F", False]], device.type, ranks, mesh_dim_names=("dp", "pp")
+    )
+    pp_rank, dp_rank = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
+    own = tuple(ranks[dp_rank].tolist())
+    grid = Grid(pp_size, len(ranks), pp_rank, dp_rank, own, mesh, channels, device, timeout)
     _connect(grid)
     return grid
 
 
+def _own_group(ranks: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a group of each row of ranks, and return the one that this process belongs to."""
+    own, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+    assert isinstance(own, dist.ProcessGroup)
+    return own
+
+
 def _connect(grid: Grid) -> None:
-    """Send a number through every channel: with nccl two ranks connect by their first message, and both wait for it."""
+    """Send a number through every channel.
+
+    With nccl two ranks connect by their first message, and both wait for it.
+    """
     number = torch.zeros(1, device=grid.device)
-    last = grid.stages - 1
+    last = grid.pp_size - 1
     for (kind, round_the_end), group in grid.channels.items():
         for first in [last] * (last > 0) if round_the_end else range(last):
-            ends = first, (first + 1) % grid.stages
+            ends = first, (first + 1) % grid.pp_size
             source, target = ends if kind == "F" else ends[::-1]
-            if grid.stage == source:
+            if grid.pp_rank == source:
                 dist.send(number, grid.ranks[target], group)
-            elif grid.stage == target:
+            elif grid.pp_rank == target:
                 dist.recv(number, grid.ranks[source], group)
 
 
-def _groups(ranks: torch.Tensor, world: World) -> dist.ProcessGroup:
-    """This process's group of those that a row names; a new group's own timeout would be 30 minutes."""
-    mine, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world.timeout)
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+def average_over_replicas(stages: Sequence[nn.Module], grid: Grid) -> None:
+    """Average gradients and BatchNorm's running statistics over the replicas, in one message.
 
+    Every rank calls this after backward; DDP would do the same.
 
-def sum_over_replicas(stages: Sequence[nn.Module], grid: Grid) -> None:
-    """Add up the gradients of the replicas, and average BatchNorm's running statistics, in one message.
-
-    The loss is already divided by the samples of all replicas.
+    Args:
+        stages: this process's stages.
+        grid: this process's place; its group are the replicas of these stages.
     """
-    if grid.replicas == 1:  # saves a copy of all gradients
+    if grid.dp_size == 1:  # saves a copy of all gradients
         return
-    gradients = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
+    gradients = [p.grad for stage in stages for p in stage.parameters()]
     norms = [m for stage in stages for m in stage.modules() if isinstance(m, nn.BatchNorm2d)]
-    statistics = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
-    for tensor in statistics:
-        tensor.div_(grid.replicas)
-    everything = [*gradients, *statistics]
-    flat = torch.cat([tensor.flatten() for tensor in everything])  # in logical order, whatever the memory layout
-    dist.all_reduce(flat, group=grid.mesh.get_group("replica"))
-    for tensor, part in zip(everything, flat.split([tensor.numel() for tensor in everything]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    statistics = [s for norm in norms for s in (norm.running_mean, norm.running_var)]
+    all_reduce_mean([*gradients, *statistics], grid.mesh.get_group("dp"))

@@ -1,7 +1,7 @@
-"""Who computed what, when: measured times of all stages as a Gantt chart (PNG) and as a trace for ui.perfetto.dev.
+"""Who computed what, when: a Gantt chart (PNG) and a trace for ui.perfetto.dev.
 
-In the steps that are recorded on a GPU, the host waits for the computations after every operation; otherwise only two
-clock readings are added to each.
+In the steps that are recorded on a GPU, the host waits after every operation until it is computed;
+otherwise recording costs two readings of the clock per operation.
 """
 
 import json
@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.distributed import World, gather
-from common.report import Report
+from common.launch.collectives import gather_objects, print0
 
 COLOURS = {"F": "#0072b2", "B": "#e69f00", "I": "#009e73", "W": "#cc79a7"}
 NAMES = {
@@ -45,7 +44,7 @@ class Timeline:
     Args:
         row: the process.
         device: its device.
-        traced: the steps to record; the first one has allocations and connections to make.
+        traced: the steps to record. By default not the first, which also allocates memory.
     """
 
     def __init__(self, row: int, device: torch.device, traced: range = range(1, 6)) -> None:
@@ -68,30 +67,39 @@ class Timeline:
             return
         start = time.time()
         yield
-        if self.device.type == "cuda":  # not for the whole device: receives that are posted ahead wait in other streams
+        if self.device.type == "cuda":
+            # Not for the whole device: receives that are posted ahead wait in other streams.
             torch.cuda.current_stream(self.device).synchronize()
         self.steps[-1].append(Event(self.row, kind, micro, stage, start, time.time()))
 
 
 def bubble(events: list[Event]) -> float:
-    """The share of the time between the first start and the last end in which processes do nothing."""
+    """The idle share of the processes' time between the first start and the last end."""
     rows = len({event.row for event in events})
     span = max(event.end for event in events) - min(event.start for event in events)
     return 1 - sum(event.end - event.start for event in events) / (rows * span)
 
 
-def report_timeline(timeline: Timeline, report: Report, world: World, title: str) -> float | None:
-    """Write the picture and the trace of the recorded step with the median bubble; every rank calls this.
+def report_timeline(timeline: Timeline, folder: Path, title: str) -> float | None:
+    """Write the picture and the trace of the recorded step with the median bubble.
+
+    Every rank calls this.
+
+    Args:
+        timeline: of this process.
+        folder: where rank 0 writes.
+        title: of the picture.
 
     Returns:
-        The median of the measured bubbles, on the main rank.
+        The median of the measured bubbles, on rank 0.
     """
-    steps = sorted((step for step in merged(gather(world, timeline.steps)) if step), key=bubble)
+    steps = [step for step in merged(gather_objects(timeline.steps)) if step]
     if not steps:
         return None
-    step = steps[len(steps) // 2]
-    write(report.out, step, title)
-    report.log(f"measured bubble: {bubble(step):.1%}, median of {len(steps)} steps ({report.out / 'timeline.png'})")
+    step = sorted(steps, key=bubble)[len(steps) // 2]
+    write(folder, step, title)
+    idle, file = f"measured bubble: {bubble(step):.1%}", folder / "timeline.png"
+    print0(f"{idle}, median of {len(steps)} steps ({file})")
     return round(bubble(step), 4)
 
 
@@ -110,52 +118,73 @@ def write(folder: Path, events: list[Event], title: str, rows: str = "process") 
         rows: what a row is.
     """
     start = min(event.start for event in events)
-    trace: list[dict[str, Any]] = [
+    names = [
         {"name": "process_name", "ph": "M", "pid": row, "args": {"name": f"{rows} {row}"}}
         for row in sorted({event.row for event in events})
     ]
-    trace += [
+    operations = [
         {
-            "name": f"{event.kind}{event.micro}", "cat": NAMES[event.kind], "ph": "X", "pid": event.row, "tid": 0,
-            "ts": 1e6 * (event.start - start), "dur": 1e6 * (event.end - event.start),
+            "name": f"{event.kind}{event.micro}",
+            "cat": NAMES[event.kind],
+            "ph": "X",
+            "pid": event.row,
+            "tid": 0,
+            "ts": 1e6 * (event.start - start),
+            "dur": 1e6 * (event.end - event.start),
             "args": {"stage": event.stage, "micro-batch": event.micro},
         }
         for event in events
-    ]  # fmt: skip
-    (folder / "trace.json").write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}) + "\n")
+    ]
+    trace: dict[str, Any] = {"traceEvents": [*names, *operations], "displayTimeUnit": "ms"}
+    (folder / "trace.json").write_text(json.dumps(trace) + "\n")
     draw(folder / "timeline.png", {title: events}, rows)
 
 
 def draw(path: Path, charts: dict[str, list[Event]], rows: str = "process") -> None:
-    """Draw Gantt charts below each other, on one scale: time to the right, a bar per operation, white where idle."""
-    import matplotlib  # a second
+    """Draw Gantt charts below each other, on one scale.
+
+    Time runs to the right, a bar is an operation, white is idle.
+
+    Args:
+        path: of the PNG.
+        charts: events by title.
+        rows: what a row is.
+    """
+    import matplotlib  # a second, after the training
 
     matplotlib.use("agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
+    from matplotlib import pyplot  # as above
+    from matplotlib.patches import Patch  # as above
 
     counts = [len({event.row for event in events}) for events in charts.values()]
-    span = max(max(e.end for e in events) - min(e.start for e in events) for events in charts.values())
+    span = max(max(e.end for e in part) - min(e.start for e in part) for part in charts.values())
+    size = (11, sum(counts) * 0.5 + len(charts) + 0.4)
     figure, axes = pyplot.subplots(
-        len(charts), 1, figsize=(11, sum(counts) * 0.5 + 1.0 * len(charts) + 0.4), squeeze=False, height_ratios=counts
+        len(charts), 1, figsize=size, squeeze=False, height_ratios=counts
     )
     for axis, (title, events) in zip(axes[:, 0], charts.items(), strict=True):
-        start = min(event.start for event in events)
         axis.set_title(title, loc="left", fontsize=10)
-        for event in events:
-            left, width = 1e3 * (event.start - start), 1e3 * (event.end - event.start)
-            axis.barh(event.row, width, 0.8, left, color=COLOURS[event.kind], edgecolor="white", linewidth=0.5)
-            if width > 1e3 * span / 60:
-                axis.text(
-                    left + width / 2, event.row, str(event.micro), ha="center", va="center", fontsize=7, color="w"
-                )
-        axis.set(xlim=(0, 1e3 * span), yticks=sorted({event.row for event in events}), ylabel=rows)
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
+        _draw_bars(axis, events, 1e3 * span)
+        axis.set_ylabel(rows)
     axes[-1, 0].set_xlabel("milliseconds; the number is the micro-batch")
-    kinds = {e.kind for events in charts.values() for e in events}
+    kinds = {event.kind for events in charts.values() for event in events}
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _draw_bars(axis: Any, events: list[Event], span: float) -> None:
+    """Draw a bar per operation, numbered where there is room; `span` in milliseconds."""
+    start = min(event.start for event in events)
+    label = {"ha": "center", "va": "center", "fontsize": 7, "color": "w"}
+    for event in events:
+        left, width = 1e3 * (event.start - start), 1e3 * (event.end - event.start)
+        colour = COLOURS[event.kind]
+        axis.barh(event.row, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
+        if width > span / 60:
+            axis.text(left + width / 2, event.row, str(event.micro), **label)
+    axis.set(xlim=(0, span), yticks=sorted({event.row for event in events}))
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)

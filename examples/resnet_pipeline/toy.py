@@ -1,8 +1,9 @@
 """Model parallelism in its smallest form: two layers on two devices, and who waits for whom.
 
-The first layer lives on one device, the second on another; the input is sent to the first, the activations are moved
-to the second, and the labels must be where the output is. (The other way to use two devices, data parallelism, has
-the whole model on each.) On a machine without two GPUs both "devices" are the CPU, and the program is the same.
+The first layer is on one device, the second on another. The input goes to the first, the
+activations move to the second, and the labels must be where the output is. (Data parallelism, the
+other way to use two devices, puts the whole model on each.) On a machine without two GPUs both
+"devices" are the CPU, and the program is the same.
 
     python -m examples.resnet_pipeline.toy
     python -m examples.resnet_pipeline.toy --devices cuda:0 cuda:1
@@ -10,8 +11,14 @@ the whole model on each.) On a machine without two GPUs both "devices" are the C
 
 from dataclasses import dataclass
 
-from common.errors import UserError
-from common.flags import at_least, fail, parse
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from common.launch.args import fail, parse
+from common.launch.errors import UserError
+from common.launch.flags import at_least
 
 
 @dataclass(frozen=True)
@@ -25,14 +32,6 @@ class Args:
 
     def __post_init__(self) -> None:
         at_least(1, steps=self.steps)
-
-
-if __name__ == "__main__":
-    args = parse(Args, description=__doc__)
-
-import torch
-from torch import Tensor, nn
-from torch.optim import SGD
 
 
 class ToyModel(nn.Module):
@@ -50,8 +49,11 @@ class ToyModel(nn.Module):
         return self.layer2(x.to(self.second))  # autograd moves the gradient back the same way
 
 
-def choose(names: tuple[str, str] | None) -> tuple[torch.device, torch.device]:
+def two_devices(names: tuple[str, str] | None) -> tuple[torch.device, torch.device]:
     """The devices to use.
+
+    Args:
+        names: by default those of two GPUs if there are, else the CPU twice.
 
     Raises:
         UserError: a device that this machine does not have.
@@ -61,35 +63,38 @@ def choose(names: tuple[str, str] | None) -> tuple[torch.device, torch.device]:
     try:
         first, second = (torch.empty(0, device=name).device for name in names)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--devices {' '.join(names)}: {str(error).splitlines()[0]}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--devices {' '.join(names)}: {reason}") from None
     return first, second
 
 
 def main(args: Args) -> None:
     """Train the toy and say where everything is."""
-    first, second = choose(args.devices)
+    first, second = two_devices(args.devices)
     torch.manual_seed(0)
     model = ToyModel(first, second)
-    optimizer = SGD(model.parameters(), lr=0.05)  # parameters on two devices are no problem for it
+    optimizer = SGD(model.parameters(), lr=0.05)  # takes parameters on several devices
     x, target = torch.randn(20, 10), torch.randn(20, 5).to(second)  # labels where the output is
     losses = []
     for _ in range(args.steps):
         output = model(x)
-        loss = nn.functional.mse_loss(output, target)
+        loss = F.mse_loss(output, target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     print(f"layer1 on {model.layer1.weight.device}, layer2, output and labels on {output.device}")
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} after {args.steps} steps")
-    whole = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))  # the same model, not cut
-    whole.load_state_dict(dict(zip(whole.state_dict(), model.state_dict().values(), strict=True)))
-    torch.testing.assert_close(model(x).cpu(), whole(x))
+    unsplit = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    unsplit.load_state_dict(
+        dict(zip(unsplit.state_dict(), model.state_dict().values(), strict=True))
+    )
+    torch.testing.assert_close(model(x).cpu(), unsplit(x))
     print("the un-split model with these parameters gives the same output")
 
 
 if __name__ == "__main__":
     try:
-        main(args)
+        main(parse(Args, description=__doc__))
     except UserError as mistake:
         fail(mistake)

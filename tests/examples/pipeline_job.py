@@ -4,30 +4,9 @@ Each case trains a few steps and compares loss, parameters and BatchNorm's stati
 micro-batches. A line is printed per case.
 """
 
-import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
-
-from tyro.conf import OmitArgPrefixes
-
-from common.flags import begin
-from common.launcher import Launch, Place
-from examples.resnet_pipeline.options import Cut
-
-
-@dataclass(frozen=True)
-class Args:
-    """The flags of the job."""
-
-    cases: Literal["all", "hand", "replicas"] = "all"
-    """Which cases."""
-    launch: OmitArgPrefixes[Launch] = Launch()
-
-
-if __name__ == "__main__":
-    args, place = begin(Args, __doc__)
-
 from unittest import mock
 
 import torch
@@ -37,19 +16,28 @@ import torchvision
 from torch import Tensor, nn
 from torch.optim import SGD
 from torchvision.models.resnet import BasicBlock, Bottleneck
+from tyro.conf import OmitArgPrefixes
 
-from common.data import ImageData
-from common.distributed import World, gather, launch, say, taking_part
-from common.precision import Numerics, Precision
-from examples.resnet_pipeline import parts
-from examples.resnet_pipeline.grid import Grid, make_grid, sum_over_replicas
-from examples.resnet_pipeline.images import draw
+from common.images.synthetic import SyntheticImages
+from common.launch.args import start
+from common.launch.collectives import gather_objects, print0
+from common.launch.flags import Launch
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.rendezvous import JOB
+from common.launch.spawn import launch
+from common.train.amp import MixedPrecision
+from common.train.precision import Precision
+from examples.resnet_pipeline import stages
+from examples.resnet_pipeline.args import PipelineArgs
+from examples.resnet_pipeline.grid import Grid, average_over_replicas, make_grid
 from examples.resnet_pipeline.model import NORMS
-from examples.resnet_pipeline.parts import make_parts, make_pipeline, micro_batch_sizes
+from examples.resnet_pipeline.schedule import micro_batch_sizes
+from examples.resnet_pipeline.stages import build_local_stages, make_pipeline
 from examples.resnet_pipeline.timeline import Timeline
 
 BATCH, STEPS, SIZE, CLASSES = 8, 2, 32, 10
-BASE = Cut(arch="resnet18", norm="group", balance="even")
+BASE = PipelineArgs(arch="resnet18", norm="group", balance="even")
 HAND = [
     *(
         replace(BASE, schedule=schedule, micro_batches=count)
@@ -64,23 +52,31 @@ HAND = [
     replace(BASE, arch="resnet50", norm="batch"),
     replace(BASE, arch="resnet50", schedule="interleaved", micro_batches=3),
 ]
+TORCH_COUNTS = {"gpipe": (4, 5), "1f1b": (4, 5), "interleaved": (3, 4), "zero-bubble": (3, 4), "zbv": (3, 8)}
 TORCH = [
     *(
         replace(BASE, engine="torch", schedule=schedule, micro_batches=count)
-        for schedule, counts in {
-            "gpipe": (4, 5), "1f1b": (4, 5), "interleaved": (3, 4), "zero-bubble": (3, 4), "zbv": (3, 8)
-        }.items()
+        for schedule, counts in TORCH_COUNTS.items()
         for count in counts
     ),
     replace(BASE, engine="torch", norm="batch"),
     replace(BASE, engine="torch", norm="batch", recompute=True),
     replace(BASE, arch="resnet50", engine="torch", schedule="zbv", micro_batches=8),
-]  # fmt: skip
+]
 LAYOUT = [BASE, replace(BASE, schedule="interleaved", micro_batches=3), replace(BASE, engine="torch", norm="batch")]
 REPLICAS = [  # BatchNorm over two values only tells their order, and so amplifies rounding: one micro-batch of four
     replace(BASE, stages=2, micro_batches=count, norm=norm, engine=engine)
     for norm, count, engine in (("group", 2, "hand"), ("group", 2, "torch"), ("batch", 1, "hand"))
 ] + [replace(BASE, stages=2, micro_batches=2, schedule="interleaved")]
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of the job."""
+
+    cases: Literal["all", "hand", "replicas"] = "all"
+    """Which cases."""
+    launch: OmitArgPrefixes[Launch] = Launch()
 
 
 def narrow(arch: str, classes: int, norm: str) -> nn.Module:
@@ -96,7 +92,7 @@ def narrow(arch: str, classes: int, norm: str) -> nn.Module:
     return model
 
 
-mock.patch.object(parts, "build", narrow).start()
+mock.patch.object(stages, "build", narrow).start()
 
 
 def optimizer(parameters: list[nn.Parameter]) -> SGD:
@@ -105,7 +101,7 @@ def optimizer(parameters: list[nn.Parameter]) -> SGD:
 
 @cache
 def reference(
-    arch: str, norm: str, count: int, replicas: int, numerics: Numerics
+    arch: str, norm: str, count: int, replicas: int, amp: MixedPrecision
 ) -> tuple[dict[str, Tensor], list[float]]:
     """The same training of the un-split model without distributed code: gradients add up over the micro-batches.
 
@@ -113,7 +109,7 @@ def reference(
     """
     images, labels = samples()
     torch.manual_seed(7)
-    model = numerics.prepare(narrow(arch, CLASSES, norm)).train()
+    model = amp.prepare(narrow(arch, CLASSES, norm)).train()
     sgd = optimizer(list(model.parameters()))
     running = {name: buffer for name, buffer in model.named_buffers() if "running" in name}
     losses = []
@@ -126,7 +122,7 @@ def reference(
                 buffer.copy_(before[name])
             mine, theirs = (t[step, replica::replicas] for t in (images, labels))
             sizes = micro_batch_sizes(len(mine), count)
-            for x, y in zip(numerics.images(mine).split(sizes), theirs.split(sizes), strict=True):
+            for x, y in zip(amp.to_device(mine).split(sizes), theirs.split(sizes), strict=True):
                 part = F.cross_entropy(model(x), y, reduction="sum") / BATCH
                 part.backward()
                 loss += part.item()
@@ -140,91 +136,98 @@ def reference(
 
 
 def pipeline(
-    cut: Cut, grid: Grid, images: Tensor, labels: Tensor, numerics: Numerics, world: World
+    flags: PipelineArgs, grid: Grid, images: Tensor, labels: Tensor, amp: MixedPrecision
 ) -> tuple[dict[str, Tensor], list[float], int]:
     """Train by the example's code.
 
     Returns:
-        This process's part of the state, its losses, and the micro-batches kept at most.
+        This process's part of the state, its part of the mean loss over the replicas, and the micro-batches kept at
+        most.
     """
-    mine, theirs = (t[:, grid.replica :: grid.replicas] for t in (images, labels))
-    sizes = micro_batch_sizes(mine.shape[1], cut.micro_batches)
-    data = ImageData("", draw(BATCH, SIZE, 0), draw(BATCH, SIZE, 0), CLASSES, 0.0, 1.0)
-    held = make_parts(cut, 7, numerics.images(mine[0]), data, numerics, world, grid)
-    timeline = Timeline(world.rank, world.device, range(STEPS))
-    engine = make_pipeline(cut, held, grid, mine.shape[1:], timeline)
-    sgd = optimizer([p for stage in held.stages.values() for p in stage.parameters()])
+    mine, theirs = (t[:, grid.dp_rank :: grid.dp_size] for t in (images, labels))
+    sizes = micro_batch_sizes(mine.shape[1], flags.micro_batches)
+    local = build_local_stages(flags, 7, CLASSES, amp.to_device(mine[0]), amp, grid)
+    timeline = Timeline(dist.get_rank(), grid.device, range(STEPS))
+    engine = make_pipeline(flags, local, grid, mine.shape[1:], timeline)
+    sgd = optimizer(local.parameters)
     losses = []
     for x, y in zip(mine, theirs, strict=True):
         timeline.begin()
-        losses.append(engine.step(numerics.images(x), y, sizes, BATCH).item())
-        sum_over_replicas(list(held.stages.values()), grid)
+        loss = engine.step(amp.to_device(x), y, sizes, BATCH / grid.dp_size)
+        losses.append(loss.item() / grid.dp_size)
+        average_over_replicas(local.modules, grid)
         sgd.step()
         sgd.zero_grad()
     computed = [(e.kind, e.stage, e.micro) for e in timeline.steps[-1]]
     assert len(set(computed)) == len(computed) >= 2 * len(sizes), computed
-    return {k: v for s in held.stages.values() for k, v in s.state_dict().items()}, losses, engine.most_kept
+    return {k: v for stage in local.modules for k, v in stage.state_dict().items()}, losses, engine.most_kept
 
 
 def samples() -> tuple[Tensor, Tensor]:
     """Batches of all steps: images [S, B, 3, H, W] and labels [S, B]."""
-    data = [draw(BATCH, SIZE, seed) for seed in range(STEPS)]
-    return torch.stack([part.pixels for part in data]).float().sub_(90).div_(70), torch.stack([p.labels for p in data])
+    batches = [SyntheticImages(BATCH, SIZE, CLASSES, seed).__getitems__(range(BATCH)) for seed in range(STEPS)]
+    images = torch.stack([batch.images for batch in batches]).float().sub_(127).div_(52)
+    return images, torch.stack([batch.labels for batch in batches])
 
 
-def check(cut: Cut, grid: Grid, numerics: Numerics, world: World) -> None:
-    state, losses, kept = pipeline(cut, grid, *samples(), numerics, world)
-    held = gather(world, (state, losses, kept))
+def check(flags: PipelineArgs, grid: Grid, amp: MixedPrecision) -> None:
+    state, losses, kept = pipeline(flags, grid, *samples(), amp)
+    held = gather_objects((state, losses, kept))
     if not held:
         return
-    expected, losses = reference(cut.arch, cut.norm, cut.micro_batches, grid.replicas, numerics)
+    expected, losses = reference(flags.arch, flags.norm, flags.micro_batches, grid.dp_size, amp)
     whole = {name: tensor for part, _, _ in held for name, tensor in part.items()}
     assert whole.keys() == expected.keys()
     exact = all(torch.equal(whole[name], expected[name]) for name in expected)
-    several = grid.replicas > 1  # they add up in another order, and ReLU's kinks amplify rounding
+    several = grid.dp_size > 1  # they add up in another order, and ReLU's kinks amplify rounding
     rtol, atol = (1e-2, 1e-3) if several else (1e-4, 1e-5)
     for name, tensor in expected.items():
         copies = [part[name] for part, _, _ in held if name in part]
         assert all(torch.equal(copy, whole[name]) for copy in copies), "the replicas differ"
         if not (several and "tracked" in name):  # one model saw all micro-batches in turn
             torch.testing.assert_close(
-                whole[name], tensor, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{cut}: {n}: {m}"
+                whole[name], tensor, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{flags}: {n}: {m}"
             )
     found = [sum(part[step] for _, part, _ in held) for step in range(STEPS)]
     torch.testing.assert_close(found, losses, rtol=rtol, atol=atol)
-    if cut.norm != "batch":  # then micro-batches do not matter: also equal to the full batch
-        full, _ = reference(cut.arch, cut.norm, 1, 1, numerics)
+    if flags.norm != "batch":  # then micro-batches do not matter: also equal to the full batch
+        full, _ = reference(flags.arch, flags.norm, 1, 1, amp)
         for name in full:
             torch.testing.assert_close(whole[name], full[name], rtol=1e-2, atol=1e-3)
-    elif cut.micro_batches > 1:  # and here they do
-        full, _ = reference(cut.arch, cut.norm, 1, 1, numerics)
+    elif flags.micro_batches > 1:  # and here they do
+        full, _ = reference(flags.arch, flags.norm, 1, 1, amp)
         assert any((whole[name] - full[name]).abs().max() > 1e-3 for name in full if name.endswith("weight"))
     most = [part[2] for part in held]
     print(
-        f"equal{' bit by bit' if exact else ''}: {grid.replicas} x {grid.stages}, {cut.engine} {cut.schedule}, "
-        f"{cut.micro_batches} micro-batches, {cut.norm}{', recompute' if cut.recompute else ''}"
-        f"{', ' + cut.arch if cut.arch != BASE.arch else ''}{', NHWC' if numerics.channels_last else ''}, kept {most}",
+        f"equal{' bit for bit' if exact else ''}: {grid.dp_size} x {grid.pp_size}, {flags.engine} {flags.schedule}, "
+        f"{flags.micro_batches} micro-batches, {flags.norm}{', recompute' if flags.recompute else ''}"
+        f"{', ' + flags.arch if flags.arch != BASE.arch else ''}{', NHWC' if amp.channels_last else ''}, kept {most}",
         flush=True,
     )
 
 
+def main(place: Place, args: Args) -> None:
+    launch(main_worker, place, args)
+
+
+@record
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    with taking_part(place, local_rank) as world:
-        torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", store=world.store, rank=world.rank, world_size=world.size, timeout=world.timeout
-        )
-        plain, nhwc = (Precision(precision="fp32", channels_last=use).on(world.device) for use in ("no", "yes"))
-        cases = {
-            "all": [(cut, plain) for cut in HAND + TORCH] + [(cut, nhwc) for cut in LAYOUT],
-            "hand": [(HAND[5], plain)],
-            "replicas": [(cut, plain) for cut in REPLICAS] + [(REPLICAS[0], nhwc)],
-        }[args.cases]
-        grid = make_grid(world, 2 if args.cases == "replicas" else None)
-        for cut, numerics in cases:
-            check(cut, grid, numerics, world)
-        say(world, f"{len(cases)} cases")
+    place.export(local_rank)
+    dist.init_process_group("gloo", init_method=JOB, timeout=args.launch.patience)
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    plain, nhwc = (MixedPrecision(Precision(precision="fp32", channels_last=use), device) for use in ("no", "yes"))
+    cases = {
+        "all": [(flags, plain) for flags in HAND + TORCH] + [(flags, nhwc) for flags in LAYOUT],
+        "hand": [(HAND[5], plain)],
+        "replicas": [(flags, plain) for flags in REPLICAS] + [(REPLICAS[0], nhwc)],
+    }[args.cases]
+    grid = make_grid(2 if args.cases == "replicas" else None, device, args.launch.patience)
+    for flags, amp in cases:
+        check(flags, grid, amp)
+    print0(f"{len(cases)} cases")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(launch(main_worker, place, args))
+    start(Args, "tests.examples.pipeline_job:main")

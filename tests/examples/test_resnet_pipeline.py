@@ -1,13 +1,16 @@
 """resnet_pipeline against the un-split model, against itself at other numbers of stages, and against damage."""
 
+import copy
 import json
 import os
 import re
 import shutil
 import signal
 import time
+from datetime import timedelta
 from itertools import combinations, pairwise, product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,11 +20,18 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 
-from common.proof import parameter_hash
-from examples.resnet_pipeline.images import CLASSES, draw
-from examples.resnet_pipeline.parts import micro_batch_sizes
-from examples.resnet_pipeline.plan import balanced, simulate
-from examples.resnet_pipeline.schedule import SCHEDULES, Op
+from common.images.folder import ImageFolder
+from common.images.sets import ImageSets
+from common.train.amp import MixedPrecision
+from common.train.checks import parameter_hash
+from common.train.precision import Precision
+from examples.resnet_pipeline.args import Args
+from examples.resnet_pipeline.grid import Grid
+from examples.resnet_pipeline.images import loaders
+from examples.resnet_pipeline.model import build
+from examples.resnet_pipeline.partition import balanced
+from examples.resnet_pipeline.schedule import SCHEDULES, Op, ideal_bubble, micro_batch_sizes, simulate
+from examples.resnet_pipeline.two_devices import ModelParallelResNet, PipelineParallelResNet
 from tests import warm
 from tests.conftest import ROOT, Programs
 from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result
@@ -29,12 +39,12 @@ from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result
 warm.ALSO += ["torch.distributed.pipelining"]
 
 JOB = ("-m", "tests.examples.pipeline_job")
-TRAIN = ("-m", "examples.resnet_pipeline.train")
+TRAIN = ("-m", "examples.resnet_pipeline")
 TORCHRUN = ("-m", "torch.distributed.run")
 # 30 images in batches of 8: three whole batches and one of 6, each in 3 micro-batches
 SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3, "--epochs", 2, "--lr", 0.001,
          "--norm", "group", "--precision", "fp32", "--threads", 1)  # fmt: skip
-SCHEDULE = "examples/resnet_pipeline/schedule.py"
+PIPELINE = "examples/resnet_pipeline/pipeline.py"
 
 # ------------------------------------------------------------------------------------------------- the engines
 
@@ -43,7 +53,7 @@ SCHEDULE = "examples/resnet_pipeline/schedule.py"
 def test_every_engine_and_schedule_equals_the_unsplit_model(programs: Programs, stages: int) -> None:
     """Parameters after two steps: bit for bit; with BatchNorm over the micro-batches, its statistics too."""
     done = programs.run(*JOB, "--nproc", stages, limit=200)
-    lines = re.findall(r"^equal( bit by bit)?: 1 x \d, (.*)$", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^equal( bit for bit)?: 1 x \d, (.*)$", done.stdout, re.MULTILINE)
     assert f"{len(lines)} cases" in done.stdout, done.stdout
     rounded = [case for exact, case in lines if not exact]  # torch's engine fills 8 samples up to 5 x 2, or 3 x 3
     assert all(re.match(r"torch [\w-]+, [35] micro-batches", case) for case in rounded), rounded
@@ -82,10 +92,11 @@ def test_a_schedule_is_complete_and_never_waits_for_itself(name: str, processes:
                 "received in the order of sending"
             )
     forward, backward = [1 / each] * processes * each, [2 / each] * processes * each
-    span = simulate(name, forward, backward, count, processes)  # ends: no process waits for ever
+    span = simulate(name, forward, backward, count, processes)  # ends: no process waits forever
     if each == 1 or count >= processes:
         bubble = "the bubble is (P-1)/(M+P-1), half of that if interleaved"
         assert span == pytest.approx(3 * (count + (processes - 1) / each)), bubble
+        assert ideal_bubble(name, count, processes) == pytest.approx(1 - 3 * count / span)
 
 
 @settings(deadline=None)
@@ -107,22 +118,61 @@ def test_micro_batches_make_up_the_batch(samples: int, count: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_drawn_images_are_repeatable_and_differ() -> None:
-    images = draw(40, 24, seed=0)
-    assert images.pixels.shape == (40, 3, 24, 24)
-    assert torch.equal(images.pixels, draw(40, 24, seed=0).pixels)
-    assert not torch.equal(images.pixels, draw(40, 24, seed=1).pixels)
-    assert images.labels.bincount().tolist() == [4] * len(CLASSES)
+# ------------------------------------------------------------------------------------------------- two devices
+
+
+def backward(model: torch.nn.Module, logits: torch.Tensor) -> list[torch.Tensor]:
+    """The logits, all gradients, and BatchNorm's statistics."""
+    torch.nn.functional.cross_entropy(logits, torch.arange(len(logits))).backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [logits.detach(), *found, *model.buffers()]
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+@pytest.mark.parametrize("split_size", [2, 3, 7])
+def test_the_textbook_forms_equal_the_unsplit_model(split_size: int, norm: str) -> None:
+    """Bit for bit; the last of 7 samples make a smaller micro-batch."""
+    torch.manual_seed(0)
+    cpu, images = torch.device("cpu"), torch.randn(7, 3, 48, 48)
+    models = [build("resnet18", 10, norm)]
+    models += [copy.deepcopy(models[0]) for _ in range(3)]
+    expected = backward(models[0], models[0](images))
+    naive = ModelParallelResNet(models[1], cpu, cpu)
+    assert all(map(torch.equal, backward(naive, naive(images)), expected))
+    pieces = [models[2](piece) for piece in images.split(split_size)]
+    expected_of_pieces = backward(models[2], torch.cat(pieces))
+    pipelined = PipelineParallelResNet(models[3], cpu, cpu, split_size)
+    found = backward(pipelined, pipelined(images))
+    assert len(found) == len(expected) > 60
+    assert all(map(torch.equal, found, expected_of_pieces))
+    if norm == "group":  # then it does not matter how the batch is cut
+        for tensor, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(tensor, whole, rtol=1e-3, atol=1e-5)
+
+
+def test_the_programs_for_two_devices_check_themselves(programs: Programs, tmp_path: Path) -> None:
+    done = programs.run("-m", "examples.resnet_pipeline.toy")
+    assert "the un-split model with these parameters gives the same output" in done.stdout
+    small = ("-a", "resnet18", "--image-size", 32, "-b", 6, "--split-size", 2, "--rounds", 1, "--out", tmp_path)
+    done = programs.run("-m", "examples.resnet_pipeline.micro_batches", *small)
+    assert "gradients equal those of the un-split model over the same micro-batches" in done.stdout
+    names = {"unsplit", "textbook pipeline", "naive: one device at a time", "pipeline, split size 2"}
+    assert json.loads((tmp_path / "result.json").read_text())["seconds"].keys() == names
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("timeline.png", "sweep.png"))
+    change = ("examples/resnet_pipeline/two_devices.py", "for split in splits:", "for split in list(splits)[::-1]:")
+    broken = mutated(tmp_path / "broken", change)
+    done = programs.run("-m", "examples.resnet_pipeline.micro_batches", *small, cwd=broken, code=1)
+    assert "wrong gradient" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------- the mutations
 
 
 MUTATIONS = {
-    "wrong micro-batch order": (SCHEDULE, "self.labels[op.micro]", "self.labels[-1 - op.micro]"),
+    "wrong micro-batch order": (PIPELINE, "self.labels[op.micro]", "self.labels[-1 - op.micro]"),
     "lost gradient": (
-        SCHEDULE, "y.backward(gradient)", "(op.micro != 1 or op.stage) and y.backward(gradient)"),
-    "stale activation": (SCHEDULE, "        return message.tensor",
+        PIPELINE, "y.backward(gradient)", "(op.micro != 1 or op.stage) and y.backward(gradient)"),
+    "stale activation": (PIPELINE, "        return message.tensor",
                          "        stale, self.stale = getattr(self, 'stale', message.tensor), message.tensor\n"
                          "        return stale if op.kind == 'F' else message.tensor"),
 }  # fmt: skip
@@ -231,38 +281,57 @@ def test_replicas_agree_or_the_run_fails(programs: Programs, tmp_path: Path, tra
     assert losses(tmp_path / "out") == pytest.approx(losses(trained["1"]), rel=2e-2)
     broken = mutated(
         tmp_path / "broken",
-        ("examples/resnet_pipeline/train.py", "sum_over_replicas(stages, grid)", "pass"),
+        ("examples/resnet_pipeline/train.py", "average_over_replicas(local.modules, grid)", "pass"),
     )
     done = programs.run(*flags, "--epochs", 1, "--out", tmp_path / "broken-out", cwd=broken, code=1)
-    assert "ProofError: the replicas differ: rank(s) 2, 3 hold other parameters than rank 0, 1" in done.stderr
+    assert "CheckError: the replicas differ: rank(s) 2, 3 hold other parameters than rank 0, 1" in done.stderr
 
 
-def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path) -> None:
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """A folder of 9 images to train on and 5 to evaluate on."""
     for part, count in (("train", 9), ("val", 5)):
         for number in range(count):
             folder = tmp_path / part / ("cat", "dog")[number % 2]
             folder.mkdir(parents=True, exist_ok=True)
             pixels = torch.randint(0, 256, (40 + number, 60, 3), dtype=torch.uint8)
             Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    return tmp_path
+
+
+def test_all_stages_of_a_replica_get_its_labels_and_the_first_one_its_pixels(pets: Path) -> None:
+    train, val = (ImageFolder(pets / part, 32, training=part == "train") for part in ("train", "val"))
+    amp = MixedPrecision(Precision(), torch.device("cpu"))
+    for dp_rank in (0, 1):
+        seen = []
+        for pp_rank in (0, 1):
+            grid = Grid(2, 2, pp_rank, dp_rank, (0, 1), mock.Mock(), {}, amp.device, timedelta(seconds=4))
+            for batches in loaders(Args(batch_size=4), ImageSets("pets", train, val), amp, grid):
+                images, labels, indices = (torch.cat(parts) for parts in zip(*batches, strict=True))
+                assert images.shape == (len(labels), 3, *((32, 32) if pp_rank == 0 else (0, 0)))
+                seen.append((labels.tolist(), indices.tolist()))
+        assert seen[:2] == seen[2:]
+        assert [len(labels) for labels, _ in seen[:2]] == [5, 3 - dp_rank]  # of 9 in 4s, the last one padded; of 5
+
+
+def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path, pets: Path) -> None:
     flags = ("-a", "resnet18", "--nproc", 2, "-b", 4, "-m", 2, "--epochs", 1, "--workers", 1, "--norm", "group")
-    programs.run(*TRAIN, *flags, "--dataset", tmp_path, "--out", tmp_path / "out")
+    programs.run(*TRAIN, *flags, "--dataset", pets, "--out", tmp_path / "out")
     found = result(tmp_path / "out")
     assert (found["train_samples"], found["eval_samples"], found["steps"]) == (9, 5, 3)
     rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()[1:]
     assert [row.split(",")[1] for row in rows] == ["0", "0", "0", "1", "1"]
     # interrupted in mid-epoch: the crops of what follows are those of an undisturbed run, loaded by whomever
-    saved = (*flags, "--workers", 0, "--checkpoint-every", 2, "--dataset", tmp_path, "--out", tmp_path / "again")
+    saved = (*flags, "--workers", 0, "--checkpoint-every", 2, "--dataset", pets, "--out", tmp_path / "again")
     programs.run(*TRAIN, *saved)
     next((tmp_path / "again" / "checkpoints").glob("step-00000003*")).unlink()
     done = programs.run(*TRAIN, *saved, "--resume", "auto")
     assert "at step 2\n" in done.stdout
     assert result(tmp_path / "again")["parameter_hash"] == found["parameter_hash"]
-    broken = tmp_path / "train" / "cat" / "4.png"
+    broken = pets / "train" / "cat" / "4.png"
     broken.write_bytes(broken.read_bytes()[:200])
     for workers in (0, 1):  # a loader's worker passes its mistakes on in a traceback
-        done = programs.run(
-            *TRAIN, *flags, "--workers", workers, "--dataset", tmp_path, "--out", tmp_path / "out", code=2
-        )
+        done = programs.run(*TRAIN, *flags, "--workers", workers, "--dataset", pets, "--out", tmp_path / "out", code=2)
         line = done.stderr.replace(NO_GPU, "")
         assert re.fullmatch(rf"error: {broken} cannot be used \(.*\): remove or replace it\n", line), line
 
@@ -292,10 +361,10 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
 @pytest.mark.parametrize(
     ("engine", "signum", "what"),
     [
-        ("hand", signal.SIGKILL, r"stage 1 of 3 \(rank 1\) ended while stage "),
-        ("hand", signal.SIGSTOP, r"stage 1 of 3 \(rank 1\) was silent for 4 s while stage "),
-        ("torch", signal.SIGKILL, "a neighbour of stage [02] ended or fell silent: "),
-        ("torch", signal.SIGSTOP, "a neighbour of stage [02] ended or fell silent: "),
+        ("hand", signal.SIGKILL, r"pipeline rank 1 of 3 \(rank 1\) ended while pipeline rank "),
+        ("hand", signal.SIGSTOP, r"pipeline rank 1 of 3 \(rank 1\) was silent for 4 s while pipeline rank "),
+        ("torch", signal.SIGKILL, "a neighbour of pipeline rank [02] ended or fell silent: "),
+        ("torch", signal.SIGSTOP, "a neighbour of pipeline rank [02] ended or fell silent: "),
     ],
 )
 def test_a_lost_stage_is_named_and_ends_all(
@@ -327,7 +396,7 @@ def test_a_lost_stage_is_named_and_ends_all(
         (["--schedule", "zbv"], "--schedule zbv needs --engine torch"),
         (["--cuts", "layer9.0"], "--cuts layer9.0: no block of this name; a stage may begin with layer1"),
         (["--cuts", "layer1.0", "layer2.0"], r"--cuts: 1 stages need 0 cut\(s\), 2 were given"),
-        (["--dataset", "nowhere"], "--dataset nowhere: give shapes, or a folder"),
+        (["--dataset", "nowhere"], "nowhere/train must be a folder with one folder of images per class"),
         (["--weights", "nowhere"], "--weights nowhere cannot be read"),
         (["-b", 3, "-m", 3], "BatchNorm cannot normalise over one value"),
         (["--nproc", 2, "--engine", "torch", "-m", 1], "--engine torch --schedule 1f1b --micro-batches 1"),

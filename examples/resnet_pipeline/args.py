@@ -1,0 +1,110 @@
+"""The flags of resnet_pipeline. No torch here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import OmitArgPrefixes, arg
+
+from common.launch.errors import UserError
+from common.launch.flags import MAY_CHANGE, Launch, at_least
+from common.train.precision import Precision
+
+
+@dataclass(frozen=True)
+class PipelineArgs:
+    """Pipeline: the model, where it is cut, and in which order its stages work."""
+
+    arch: Annotated[
+        Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"], arg(aliases=["-a"])
+    ] = "resnet50"
+    """Model."""
+    norm: Literal["batch", "group", "frozen"] = "batch"
+    """batch: over a micro-batch; group: per sample; frozen: BatchNorm whose statistics stay."""
+    weights: Annotated[Path | None, MAY_CHANGE] = None
+    """Weights of the un-split model to start from (safetensors, names as in torchvision)."""
+    stages: Annotated[int | None, arg(metavar="P"), MAY_CHANGE] = None
+    """Processes of one pipeline (default: all); the others are replicas with other samples."""
+    micro_batches: Annotated[int, arg(aliases=["-m"], metavar="M")] = 4
+    """Micro-batches into which a replica cuts its share of a batch; sizes may differ by one."""
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"], MAY_CHANGE
+    ] = "1f1b"
+    """Order; the last three have two stages per process, the last two need --engine torch."""
+    engine: Annotated[Literal["hand", "torch"], MAY_CHANGE] = "hand"
+    """hand: pipeline.py of this example; torch: torch.distributed.pipelining."""
+    balance: Annotated[Literal["auto", "even"], MAY_CHANGE] = "auto"
+    """Where to cut: auto by measured times, even by the number of blocks."""
+    cuts: Annotated[tuple[str, ...], MAY_CHANGE] = ()
+    """First block of the second and later stages: layer2.0 layer4.1; overrides --balance."""
+    recompute: Annotated[bool, MAY_CHANGE] = False
+    """Activation checkpointing: keep only each stage's input and recompute the rest backward."""
+
+    def __post_init__(self) -> None:
+        at_least(1, stages=self.stages, micro_batches=self.micro_batches)
+        halved = self.schedule in ("zero-bubble", "zbv")
+        if halved and self.engine == "hand":
+            raise UserError(
+                f"--schedule {self.schedule} needs --engine torch: schedule.py does not split "
+                f"backward passes"
+            )
+        if halved and self.recompute:
+            raise UserError(
+                f"--recompute with --schedule {self.schedule}: its split backward would recompute "
+                f"twice; choose another schedule"
+            )
+
+    @property
+    def title(self) -> str:
+        """What runs, in words."""
+        return f"{self.arch}, {self.engine} {self.schedule}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What result.json says about these flags."""
+        names = ("arch", "norm", "engine", "schedule", "micro_batches")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of this program."""
+
+    dataset: Annotated[Path | None, arg(metavar="DIR"), MAY_CHANGE] = None
+    """Folder with train/CLASS/* and val/CLASS/*; without it, shapes are drawn."""
+    image_size: Annotated[int, arg(metavar="PIXELS")] = 32
+    """Height and width to which images are cropped."""
+    images: Annotated[int, arg(metavar="N")] = 480
+    """Shapes to draw for training, and half as many for the evaluation."""
+    epochs: Annotated[int, arg(metavar="N")] = 4
+    """Passes over the training set."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 32
+    """GLOBAL batch size in samples, divided by the number of replicas."""
+    lr: float = 1e-3
+    """Highest learning rate of the one-cycle schedule."""
+    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 0.01
+    """Weight decay of AdamW."""
+    seed: int = 0
+    """Seed of parameters, sample order and crops."""
+    workers: Annotated[int, arg(aliases=["-j"], metavar="N"), MAY_CHANGE] = 0
+    """Loader processes of each first stage."""
+    out: Annotated[Path, MAY_CHANGE] = Path("runs/resnet_pipeline")
+    """Folder for everything that the run writes."""
+    resume: Annotated[str, MAY_CHANGE] = "no"
+    """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
+    checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
+    """Optimizer steps between checkpoints (there is one after every epoch, too)."""
+    pipeline: OmitArgPrefixes[PipelineArgs] = PipelineArgs()
+    launch: OmitArgPrefixes[Launch] = Launch()
+    amp: OmitArgPrefixes[Precision] = Precision()
+
+    def __post_init__(self) -> None:
+        at_least(1, images=self.images, image_size=self.image_size, epochs=self.epochs)
+        at_least(1, batch_size=self.batch_size, checkpoint_every=self.checkpoint_every)
+        at_least(0, workers=self.workers, lr=self.lr, seed=self.seed)
+        at_least(0, weight_decay=self.weight_decay)
+        if self.amp.compile and self.pipeline.schedule in ("zero-bubble", "zbv"):
+            raise UserError(
+                f"--compile with --schedule {self.pipeline.schedule}: torch cannot split a "
+                f"compiled backward pass; choose another schedule"
+            )

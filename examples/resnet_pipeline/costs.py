@@ -1,0 +1,120 @@
+"""What each block of the model costs: time, memory and the size of its output, measured."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from common.train.amp import MixedPrecision
+from examples.resnet_pipeline.model import Stage, blocks
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What consecutive blocks cost for one micro-batch, as measured."""
+
+    first: str
+    """Name of the first block."""
+    last: str
+    parameters: int
+    shape: tuple[int, ...]
+    """Of the output, without the batch."""
+    dtype: torch.dtype
+    """Of the output."""
+    kept: int
+    """Bytes that the backward pass needs of the forward pass, without parameters."""
+    forward: float
+    """Seconds."""
+    backward: float
+    """Seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward."""
+        return self.forward + self.backward
+
+
+def joined(costs: Sequence[LayerCost]) -> LayerCost:
+    """The costs of consecutive blocks as one."""
+    summed = ("parameters", "kept", "forward", "backward")
+    sums = {name: sum(getattr(cost, name) for cost in costs) for name in summed}
+    return replace(costs[-1], first=costs[0].first, **sums)
+
+
+def measure(
+    model: nn.Module, images: Tensor, amp: MixedPrecision, repeats: int = 5
+) -> tuple[LayerCost, ...]:
+    """Time the forward and backward of each block (the fastest of `repeats`, after one).
+
+    The micro-batch goes through all blocks, as in training. A block alone would get its memory from
+    the operating system every time: the first blocks, whose activations are the largest, would seem
+    half as slow again as they are.
+
+    Args:
+        model: the un-split model; its gradients and statistics are changed.
+        images: one micro-batch, [B, 3, H, W], on the device.
+        amp: precision.
+        repeats: runs that count.
+    """
+    row = blocks(model)
+    stages = [Stage([block], amp) for block in row]
+    outputs = _outputs(stages, images)
+    runs = [_seconds(stages, images) for _ in range(repeats + 1)][1:]
+    by_block = zip(*runs, strict=True)
+    costs = []
+    for block, stage, output, times in zip(row, stages, outputs, by_block, strict=True):
+        parameters = sum(p.numel() for p in stage.parameters())
+        forward, backward = (min(column) for column in zip(*times, strict=True))
+        costs.append(LayerCost(block[0][0], block[-1][0], parameters, *output, forward, backward))
+    return tuple(costs)
+
+
+def _outputs(stages: list[Stage], x: Tensor) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
+    """Shape and type of each stage's output, and the bytes that its backward pass needs."""
+    parameters = {p.data_ptr() for stage in stages for p in stage.parameters()}
+    outputs = []
+    for number, stage in enumerate(stages):
+        kept: dict[int, int] = {}
+
+        def hold(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        x = x.detach().requires_grad_(number > 0)
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            y = stage(x)
+        # The input was counted as the output of the stage before.
+        others = parameters | {x.data_ptr()}
+        size = sum(size for address, size in kept.items() if address not in others)
+        outputs.append((tuple(y.shape[1:]), y.dtype, size))
+        x = y
+    return outputs
+
+
+def _seconds(stages: list[Stage], images: Tensor) -> list[tuple[float, float]]:
+    """Seconds of each stage's forward and backward in one run."""
+    passes: list[tuple[Tensor, Tensor, float]] = []
+    y = images
+    for stage in stages:
+        x = y.detach().requires_grad_(len(passes) > 0)
+        start = _now(images)
+        y = stage(x)
+        passes.append((x, y, _now(images) - start))
+    gradient: Tensor | None = torch.ones_like(y)
+    times = []
+    while passes:
+        x, y, forward = passes.pop()
+        start = _now(images)
+        y.backward(gradient)
+        times.append((forward, _now(images) - start))
+        gradient = x.grad
+    return times[::-1]
+
+
+def _now(images: Tensor) -> float:
+    if images.device.type == "cuda":
+        torch.cuda.synchronize(images.device)
+    return time.perf_counter()
