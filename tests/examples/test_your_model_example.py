@@ -1,0 +1,78 @@
+"""your_model, the template: exact for any number of ranks, resumable, and one frame for two tasks."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, Programs
+from tests.runs import Eventually, losses, newest_step, predictions, result
+
+FOLDER = ROOT / "examples" / "your_model"
+PROGRAMS = {"train": "examples.your_model", "language_model": "examples.your_model.language_model"}
+SMALL = ("--precision", "fp32", "--epochs", 2)
+PLACES = ("YOUR DATA", "YOUR MODEL", "YOUR LOSS", "YOUR METRIC")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_train_the_same(programs: Programs, tmp_path: Path, name: str) -> None:
+    """3 does not divide the datasets: padding stays out of the loss, and every test sample counts once."""
+    for ranks in (1, 2, 3):
+        programs.run("-m", PROGRAMS[name], "--nproc", ranks, "--out", tmp_path / str(ranks), *SMALL)
+    one, *others = (tmp_path / str(ranks) for ranks in (1, 2, 3))
+    for other in others:
+        torch.testing.assert_close(losses(other), losses(one), rtol=1e-4, atol=1e-6)
+        if name == "train":
+            assert predictions(other) == predictions(one)
+            assert len(predictions(one)) == 1 + 143  # a quarter of 569, and the header
+            assert result(other)["metrics"] == result(one)["metrics"]
+        else:
+            bits = [result(out)["metrics"]["bits_per_character"] for out in (one, other)]
+            assert bits[0] == pytest.approx(bits[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_learns(programs: Programs, tmp_path: Path, name: str) -> None:
+    programs.run("-m", PROGRAMS[name], "--nproc", 2, "--out", tmp_path)
+    metrics = result(tmp_path)["metrics"]
+    if name == "train":
+        assert metrics["accuracy"] > 0.95
+    else:
+        assert metrics["bits_per_character"] == metrics["best_bits_per_character"] < 3.5  # at first, 6.6
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_resumes_bit_for_bit(programs: Programs, tmp_path: Path, eventually: Eventually, name: str) -> None:
+    """Stopped once, then killed once; with three ranks, where the order of additions matters."""
+    run = ("-m", PROGRAMS[name], "--nproc", 3, *SMALL, "--checkpoint-every", 3, "--out")
+    programs.run(*run, tmp_path / "whole")
+    broken = tmp_path / "broken"
+    first = programs.start(*run, broken)
+    eventually(lambda: newest_step(broken) >= 3, 60, "a checkpoint")
+    first.send_signal(signal.SIGTERM)
+    programs.finish(first, 143)
+    step = newest_step(broken)
+    second = programs.start(*run, broken, "--resume", "auto")
+    eventually(lambda: newest_step(broken) > step or second.poll() is not None, 60, "another checkpoint")
+    programs.kill()
+    second.communicate()
+    programs.run(*run, broken, "--resume", "auto")
+    assert result(broken)["parameter_hash"] == result(tmp_path / "whole")["parameter_hash"]
+    assert losses(broken) == losses(tmp_path / "whole")
+
+
+def frame(name: str) -> list[str]:
+    """A program without its docstring, its imports, its four places, and its name in the last line."""
+    text = (FOLDER / f"{name}.py").read_text()
+    assert re.findall(r"# \d\. ([A-Z ]+):", text) == list(PLACES)
+    text = text[text.index("\nPADDING") :]
+    text = re.sub(r"# 1\. YOUR DATA.*?(?=^def main\()", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^ +# [34]\. YOUR .*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
+    return text.replace(f"your_model.{name}:main", "").splitlines()
+
+
+def test_the_two_programs_differ_in_the_four_places_only() -> None:
+    assert frame("train") == frame("language_model")
+    assert len(frame("train")) > 60
