@@ -3,8 +3,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-EXAMPLES := $(patsubst examples/%/train.py,%,$(wildcard examples/*/train.py))
-
 .PHONY: help setup demo test doctor images e2e docs bench report constraints clean
 
 help:
@@ -32,7 +30,7 @@ setup: .venv/.ready
 	@touch $@
 
 demo: setup
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn.train --nproc 2 --out $(OUT)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn --nproc 2 --out $(OUT)
 
 test: setup
 	@$(BIN)/tox run
@@ -41,7 +39,7 @@ doctor: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m common.doctor $(ARGS)
 
 images:
-	@$(PYTHON) docker/build.py $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE)) $(EXAMPLES)
+	@$(PYTHON) docker/build.py $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE))
 
 # Root, because a network for containers needs it; the tests' own containers have no rights at all.
 e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf

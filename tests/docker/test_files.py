@@ -68,7 +68,8 @@ def unsafe(image: str, source: str) -> list[str]:
     if image == "base":
         if not re.search(r"^ARG BASE_IMAGE=\S+:[\w.-]+@sha256:[0-9a-f]{64}$", source, re.MULTILINE):
             found.append("the base image is not pinned by tag and digest")
-        if 'ENTRYPOINT ["python", "-m", "common.entrypoint", "--"]' not in last:
+        copied = "COPY docker/entrypoint.py docker/entrypoint.py\n" in last
+        if not copied or 'ENTRYPOINT ["python", "/app/docker/entrypoint.py", "--"]' not in last:
             found.append("no first process")
         if source.count("FROM ") < 3 or "python3-venv" in last:
             found.append("the tools that install are kept")
@@ -77,7 +78,7 @@ def unsafe(image: str, source: str) -> list[str]:
                 found.append(f"no {word}")
         if last.index("uv pip install") > last.index("COPY common"):
             found.append("the source comes before the packages")
-    elif f"ENV PROGRAM=examples.{image}.train" not in last or f"COPY examples/{image} " not in last:
+    elif f"ENV PROGRAM=examples.{image}\n" not in last or f"COPY examples/{image} " not in last:
         found.append("another program")
     return found
 
@@ -93,7 +94,8 @@ def test_images_are_safe_by_themselves(file: Path) -> None:
         ("base", "USER 10001:10001", "USER 0"),
         ("base", "@sha256:", "@sha256-"),
         ("base", "13.0.3-base-ubuntu24.04@", "@"),
-        ("base", '"common.entrypoint"', '"common.other"'),
+        ("base", "/app/docker/entrypoint.py", "/app/docker/other.py"),
+        ("base", "COPY docker/entrypoint.py", "COPY docker/build.py"),
         ("base", "--compile-bytecode", ""),
         ("base", "--mount=type=cache", "--mount=type=tmpfs"),
         ("base", "PYTHONSAFEPATH=1", "PYTHONSAFEPATH="),
@@ -167,9 +169,11 @@ def sent(names: list[str]) -> list[str]:
 
 
 def test_only_the_source_is_sent_to_the_build() -> None:
-    names = ["common/data.py", "examples/gan_ddp/train.py", "constraints.txt", "pyproject.toml"]
+    names = ["common/train/run.py", "examples/gan_ddp/train.py", "constraints.txt", "pyproject.toml"]
+    names += ["docker/entrypoint.py"]
     others = ["runs/x/best.safetensors", ".git/config", ".venv/bin/python", "data/mnist/x", "tests/conftest.py"]
-    others += ["common/__pycache__/data.pyc", "examples/imagenet_ddp/README.md", "Makefile", "k8s/base/job.yaml"]
+    others += ["docker/build.py", "docker/base/Dockerfile", "common/train/__pycache__/run.pyc"]
+    others += ["examples/imagenet_ddp/README.md", "Makefile", "k8s/base/job.yaml"]
     assert sent(names + others) == names
 
 

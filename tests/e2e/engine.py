@@ -21,8 +21,9 @@ COMMANDS = re.findall(r"^docker run .*", (ROOT / "README.md").read_text().replac
 HARDENED = re.findall(r"(?<=docker run --rm ).*?(?= -v )", COMMANDS[0])[0].split()
 
 
-def _build_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build", ROOT / "docker" / "build.py")
+def load(path: str) -> ModuleType:
+    """A script of the project that is no module of a package."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +31,7 @@ def _build_module() -> ModuleType:
     return module
 
 
-build = _build_module()
+build = load("docker/build.py")
 ENV = os.environ | (
     {} if "CONTAINERS_CONF" in os.environ else {"CONTAINERS_CONF": str(ROOT / "tests/e2e/containers.conf")}
 )

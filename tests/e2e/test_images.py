@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.e2e.engine import COMMANDS, HARDENED, Containers, engine, eventually, image
+from tests.k8s.test_manifests import BUILT
 from tests.runs import newest_step, result
-
-BUILT = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py"))
 
 
 @pytest.fixture
@@ -68,8 +66,9 @@ INSIDE = """
 import glob, json, os, shutil, sys
 tools = [t for t in ("gcc", "cc", "g++", "make", "pip", "pip3", "uv", "git", "curl") if shutil.which(t)]
 lists = glob.glob("/var/lib/apt/lists/*_Packages*")
-writable = [p for p in ("/app", "/app/common", "/app/examples", "/opt/venv", "/usr", "/etc") if os.access(p, os.W_OK)]
-compiled = bool(glob.glob("/app/common/__pycache__/*.pyc")) and bool(glob.glob("/app/examples/*/__pycache__/*.pyc"))
+folders = ("/app", "/app/common", "/app/docker", "/app/examples", "/opt/venv", "/usr", "/etc")
+writable = [p for p in folders if os.access(p, os.W_OK)]
+compiled = bool(glob.glob("/app/common/*/__pycache__/*.pyc")) and bool(glob.glob("/app/examples/*/__pycache__/*.pyc"))
 import torch
 compiled = compiled and os.path.exists(torch.__cached__ if hasattr(torch, "__cached__") else torch.__spec__.cached)
 status = open("/proc/1/status").read()
@@ -99,9 +98,9 @@ def test_an_image_holds_what_it_needs_and_nothing_else(containers: Containers) -
     said = containers.run("left", image(name), "python", "-c", LEFT, flags=("--user", "0"))  # who may look everywhere
     assert json.loads(said.splitlines()[-1]) == []
     assert inside["compiled"]
-    assert [entry for entry in inside["app"] if entry != "__pycache__"] == ["common", "examples"]
+    assert [entry for entry in inside["app"] if entry != "__pycache__"] == ["common", "docker", "examples"]
     assert inside["examples"] == [name]
-    assert inside["first"][:4] == ["python", "-m", "common.entrypoint", "--"]
+    assert inside["first"][:3] == ["python", "/app/docker/entrypoint.py", "--"]
     assert "CapEff:\t0000000000000000" in inside["status"]
     assert "NoNewPrivs:\t1" in inside["status"]
     assert "/out" not in inside["path"], "a folder that everybody may write to is no place for modules"
@@ -129,7 +128,7 @@ def test_flags_and_mistakes(containers: Containers, out: Path) -> None:
     assert "cannot be written (Read-only file system): choose another folder" in said
 
 
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.manual_allreduce_sgd.train")
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples.manual_allreduce_sgd")
 
 
 @pytest.mark.parametrize(

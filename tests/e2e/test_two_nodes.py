@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import RETRY
+from common.launch.errors import RETRY
 from tests.conftest import ROOT
 from tests.e2e.engine import ENV, Containers, engine, eventually, image, program
 from tests.k8s.policy import Manifests
@@ -65,7 +65,7 @@ def pods(
 ) -> list[str]:
     """Start the pods of a job as containers: its image, command, arguments, environment, user, names, grace."""
     pod, container = job.pod, job.container
-    assert container["command"] == ["python", "-m", "common.entrypoint", "--"]  # the image's entrypoint
+    assert container["command"] == ["python", "/app/docker/entrypoint.py", "--"]  # the image's entrypoint
     security = pod["securityContext"]
     started = []
     for index in range(job.job["completions"]):
@@ -83,7 +83,7 @@ def pods(
 
 def reference(name: str, out: Path, more: tuple[str, ...]) -> Result:
     """Two processes of the same program without containers."""
-    command = [sys.executable, "-m", f"examples.{name}.train", "--nproc", "2", "--out", str(out), *more]
+    command = [sys.executable, "-m", f"examples.{name}", "--nproc", "2", "--out", str(out), *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return result(out)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from common.errors import RETRY
+from common.launch.errors import RETRY
 from tests.conftest import ROOT
 
 Document = dict[str, Any]
 DATA_PARALLEL = ("bert_dp", "mnist_dataparallel")  # one process drives all GPUs of a pod
-GRACE = 110  # seconds that common/entrypoint.py gives a job after SIGTERM
+GRACE = 110  # seconds that docker/entrypoint.py gives a job after SIGTERM
 ALLOWED_VOLUMES = {
     "configMap",
     "csi",
@@ -219,7 +219,7 @@ def failures(job: Manifests) -> Iterator[str]:
     if {"successPolicy", "backoffLimit"} & spec.keys():
         yield "pods would be ended while they save"
     if not GRACE < job.pod["terminationGracePeriodSeconds"] <= 300:
-        yield "the time to save is shorter than that of common/entrypoint.py"
+        yield "the time to save is shorter than that of docker/entrypoint.py"
     if not 30 < int(job.environment(0)["PET_SHUTDOWN_TIMEOUT"]) < GRACE:
         yield "torchrun's time to save does not fit into the pod's"
     ttl = job.owner["spec"] if job.owner["kind"] != "TrainingRuntime" else {"ttlSecondsAfterFinished": 3600}
@@ -236,8 +236,8 @@ def failures(job: Manifests) -> Iterator[str]:
 
 def start(job: Manifests) -> Iterator[str]:
     """What a pod starts."""
-    if job.container["command"] != ["python", "-m", "common.entrypoint", "--"]:
-        yield "signals, orphans and exit codes need common/entrypoint.py as first process"
+    if job.container["command"] != ["python", "/app/docker/entrypoint.py", "--"]:
+        yield "signals, orphans and exit codes need docker/entrypoint.py as first process"
     if job.container["name"] != "node":
         yield "the failure policy and Kubeflow look for a container `node`"
     args = job.container["args"]
@@ -334,7 +334,7 @@ def image(job: Manifests) -> Iterator[str]:
     ]:
         yield f"{job.container['image']} is not in the bake file"
     args = job.container["args"]
-    if args[args.index("-m") + 1] != f"examples.{example}.train":
+    if args[args.index("-m") + 1] != f"examples.{example}":
         yield f"the image {example} does not hold the program"
     if job.container["imagePullPolicy"] != "IfNotPresent":
         yield "an image of a fixed version is pulled again and again"

@@ -16,10 +16,11 @@ import yaml
 from kubeflow_trainer_api import models
 from torch.distributed.run import config_from_args, parse_args
 
-from common import entrypoint
-from common.flags import parse
-from common.launcher import resolve
+from common.launch.args import parse
+from common.launch.errors import RETRY
+from common.launch.resolve import resolve
 from tests.conftest import ROOT
+from tests.e2e.engine import load
 from tests.k8s.policy import GRACE, Document, Manifests, complaints
 
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
@@ -34,7 +35,8 @@ EXAMPLES = {
     "bert_dp",
     "gan_ddp",
 }
-BUILT = sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py"))
+TEMPLATES = {"your_model"}  # to be copied: no image, no manifests
+BUILT = sorted({path.parent.name for path in (ROOT / "examples").glob("*/train.py")} - TEMPLATES)
 REGISTRY = "distributed-training-examples"
 VERSIONS = ("1.29", "1.36")  # the first with all fields that are used, and the one on which the manifests were run
 CUSTOM = {
@@ -281,7 +283,7 @@ def test_the_arguments_are_those_of_the_program(name: str, monkeypatch: pytest.M
     job = manifests(f"overlays/{name}")
     words = job.container["args"]
     module = words[words.index("-m") + 1]
-    flags = parse(importlib.import_module(module).Args, words[words.index(module) + 1 :])
+    flags = parse(importlib.import_module(f"{module}.args").Args, words[words.index(module) + 1 :])
     nodes = job.job["completions"]
     for node in range(nodes):
         env = job.environment(node)
@@ -302,8 +304,8 @@ def test_the_arguments_are_those_of_the_program(name: str, monkeypatch: pytest.M
         else:
             assert words[0] == "python"
             place = resolve(flags.launch, env, lambda: 0)
-            assert (place.nodes, place.node) == (nodes, node)
-            world = place.size
+            assert (place.num_nodes, place.node_rank) == (nodes, node)
+            world = place.world_size
         assert world == expected
         batch = getattr(flags, "batch_size", None)
         assert batch is None or batch % world == 0
@@ -311,7 +313,7 @@ def test_the_arguments_are_those_of_the_program(name: str, monkeypatch: pytest.M
 
 def test_the_time_of_grace_is_that_of_the_entrypoint() -> None:
     help_text = subprocess.run(
-        ["python3", "-m", "common.entrypoint", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["python3", ROOT / "docker" / "entrypoint.py", "--help"], capture_output=True, text=True, check=True
     ).stdout
     assert f"(default: {GRACE})" in help_text
-    assert entrypoint.RETRY == 75
+    assert load("docker/entrypoint.py").RETRY == RETRY

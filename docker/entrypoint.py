@@ -1,0 +1,245 @@
+"""A container's first process: passes signals on, ends what hangs, exits with a code that says why.
+
+    python docker/entrypoint.py -- torchrun -m examples.imagenet_ddp --resume auto
+    python docker/entrypoint.py -- --epochs 1      # flags only: for the program named by PROGRAM
+
+It imports the standard library only: this process takes 10 MB beside the training.
+
+torchrun exits with 1 whatever its workers exited with, so a scheduler that has to decide whether to
+start again learns nothing from it. The processes of this project therefore append their codes to a
+file in memory (`note` in common/launch/errors.py), and this process exits with the first of them:
+
+| code | meaning | a scheduler should |
+|---|---|---|
+| 0 | done | |
+| 2 | a mistake of the user | give up: the same will happen again |
+| 75 | another process of the job was lost, or never came | start again; it counts elsewhere |
+| 128 + n | stopped by signal n, after a checkpoint | start again |
+| 137 | the kernel killed a process; if memory ran out, a line says so | start again a few times |
+| 1 | anything else | start again a few times |
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+NOTES, RETRY = "EXIT_NOTES", 75  # as in common/launch/errors.py; a test compares them
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+AWAITED = (*PASSED_ON, signal.SIGCHLD)
+MEMORY_EVENTS = ("memory.events", "memory/memory.oom_control")  # of control groups 2 and 1
+
+
+def main(argv: list[str], env: Mapping[str, str]) -> int:
+    """Run a command to its end, and return an exit code of the table above."""
+    flags = argparse.ArgumentParser("entrypoint.py", description=__doc__.split("\n")[0])
+    grace = "seconds to save after a signal (default: 110)"
+    flags.add_argument("--grace", type=float, default=110, help=grace)
+    stuck = "seconds after which a command that ignores its workers' end is killed (default: 60)"
+    flags.add_argument("--stuck", type=float, default=60, help=stuck)
+    command = "-- COMMAND, or -- FLAGS for PROGRAM"
+    flags.add_argument("command", nargs=argparse.REMAINDER, help=command)
+    args = flags.parse_args(argv)
+    words = args.command[args.command[:1] == ["--"] :]
+    if not words or words[0].startswith("-"):
+        if "PROGRAM" not in env:
+            return _complain("no command: give one after --", 2)
+        words = [sys.executable, "-m", env["PROGRAM"], *words]
+    return Supervisor(words, env, args.grace, args.stuck).run()
+
+
+class Supervisor:
+    """Runs one command and knows all processes that descend from it.
+
+    Args:
+        command: the program and its arguments.
+        env: its environment.
+        grace: seconds between a signal and the end.
+        stuck: seconds that a process may ignore the end of its workers.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        env: Mapping[str, str],
+        grace: float,
+        stuck: float,
+    ) -> None:
+        self.command, self.grace, self.stuck = command, grace, stuck
+        self.notes = os.memfd_create("exit codes")  # no file system has to be writable
+        self.env = {name: value for name, value in env.items() if name != "PROGRAM"}
+        self.env[NOTES] = f"/proc/{os.getpid()}/fd/{self.notes}"
+        self.asked: list[int] = []  # signals, in the order in which they came
+        self.deadline = float("inf")
+        self.ignored_since = float("inf")  # when all workers had ended, and the command went on
+        self.oom_kills = oom_kills()
+        self.started = time.monotonic()
+        self.had_workers = False
+
+    def run(self) -> int:
+        """Start the command and wait until nothing is left of it."""
+        become_reaper()
+        # Blocked signals queue up until `_pause` takes them, whatever was done with them before.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+        for signum in AWAITED:
+            signal.signal(signum, signal.SIG_DFL)
+        try:
+            process = subprocess.Popen(
+                self.command,
+                env=self.env,
+                process_group=0,  # Ctrl-C reaches it once, through us
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+            )
+        except OSError as error:
+            return _complain(f"{self.command[0]} cannot be started ({error.strerror})", 2)
+        self.child = process.pid
+        while (code := self._reap(os.WNOHANG)) is None:
+            if self._must_end():
+                signal_all(signal.SIGKILL)
+                code = self._reap(0)
+                break
+            self._pause(min(1, self.stuck / 5, max(0.01, self.deadline - time.monotonic())))
+        assert code is not None, "we waited for it"
+        process.returncode = code  # so that Popen does not
+        notes = Path(f"/proc/self/fd/{self.notes}").read_text()  # before the rest is told to stop
+        self._end_rest()
+        return self._meaning(code, first_note(notes, bool(self.asked)))
+
+    def _pause(self, seconds: float) -> None:
+        """Wait until a process ends or a signal comes, which is passed on."""
+        received = signal.sigtimedwait(AWAITED, seconds)
+        if received and received.si_signo in PASSED_ON:
+            self.asked.append(received.si_signo)  # each once: a second one would mean not to save
+            self.deadline = min(self.deadline, time.monotonic() + self.grace)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.child, received.si_signo)
+
+    def _reap(self, options: int) -> int | None:
+        """Collect all processes that ended, orphans too; the command's exit code if it is one."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, options))[0]:
+                if ended[0] == self.child:
+                    return os.waitstatus_to_exitcode(ended[1])
+        return None
+
+    def _must_end(self) -> bool:
+        """Whether time is up, or the command ignores the end of its workers."""
+        now = time.monotonic()
+        states = [state for pid, state in descendants().items() if pid != self.child]
+        self.had_workers |= bool(states)
+        if now > self.deadline:
+            name = signal.Signals(self.asked[0]).name
+            _complain(f"not ended within {self.grace:g} s after {name}: killed")
+            return True
+        if not os.fstat(self.notes).st_size:
+            return False
+        self.ignored_since = min(self.ignored_since, now) if set(states) == {"Z"} else float("inf")
+        if now - self.ignored_since > self.stuck:
+            ended = f"all workers ended {self.stuck:g} s ago"
+            _complain(f"{ended} and {self.command[0]} has not noticed: killed")
+            return True
+        return False
+
+    def _end_rest(self, patience: float = 5) -> None:
+        """End what the command left behind, such as the workers of a torchrun that was killed."""
+        signal_all(signal.SIGTERM)
+        deadline = time.monotonic() + patience
+        while descendants():
+            if time.monotonic() > deadline:
+                signal_all(signal.SIGKILL)
+            self._reap(os.WNOHANG)
+            self._pause(0.1)
+
+    def _meaning(self, code: int, noted: int | None) -> int:
+        """The container's exit code, from the command's and from what its processes noted."""
+        if code == 0:
+            return 0
+        if for_memory := max(0, oom_kills() - self.oom_kills):
+            return _complain(
+                f"the kernel ended {for_memory} process(es): the memory limit of the container "
+                f"was reached; give it more, or use a smaller batch",
+                137,
+            )
+        if noted is not None:
+            return noted
+        if self.asked:  # torchrun says 1
+            return 128 + self.asked[0]
+        waited = time.monotonic() - self.started
+        torchrun = Path(self.command[0]).name == "torchrun"
+        if torchrun and not self.had_workers and waited > self.stuck:
+            gave_up = f"torchrun gave up after {waited:.0f} s without starting a worker"
+            return _complain(f"{gave_up}: not all nodes came", RETRY)
+        return code if code > 0 else 128 - code
+
+
+def first_note(notes: str, asked: bool) -> int | None:
+    """What the first process to end in torchrun's last attempt noted; the others followed it.
+
+    Args:
+        notes: lines of attempt, exit code, and processes of the job on this machine.
+        asked: whether this machine was told to stop.
+
+    Returns:
+        None if nothing is noted, or if all who noted something only followed another process of
+        this machine: one that is killed leaves no note, and torchrun then stops the others.
+    """
+    found = [tuple(map(int, line.split())) for line in notes.splitlines()]
+    last = max((attempt for attempt, _, _ in found), default=0)
+    codes = [code for attempt, code, _ in found if attempt == last]
+    killed = any(attempt == last and processes > len(codes) for attempt, _, processes in found)
+    if not codes or (killed and (codes[0] == RETRY or (codes[0] > 128 and not asked))):
+        return None
+    return codes[0]
+
+
+def become_reaper() -> None:
+    """Become the parent of orphans, as a container's first process is by itself (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def descendants() -> dict[int, str]:
+    """The states of all processes that descend from this one, by their numbers.
+
+    R, S, D, ... as in proc(5); Z has ended, and its parent has not asked for the exit code.
+    """
+    states, parents = {}, {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name, in brackets, may hold anything.
+            state, parent = file.read_text().rpartition(")")[2].split()[:2]
+            states[int(file.parent.name)], parents[int(file.parent.name)] = state, int(parent)
+    family = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return {pid: states[pid] for pid in family - {os.getpid()}}
+
+
+def signal_all(signum: int) -> None:
+    """Send a signal to all descendants."""
+    for pid in descendants():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+
+def oom_kills() -> int:
+    """How often the kernel has ended a process of this container because memory ran out."""
+    for name in MEMORY_EVENTS:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            text = (Path("/sys/fs/cgroup") / name).read_text()
+            return int(dict(line.split() for line in text.splitlines())["oom_kill"])
+    return 0
+
+
+def _complain(line: str, code: int = 1) -> int:
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

@@ -1,0 +1,292 @@
+"""The first process of a container: signals, exit codes, what is stuck and what is left over."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.launch import errors
+from common.launch.errors import NOTES, RETRY, note
+from tests.conftest import ROOT, Programs
+from tests.e2e.engine import load
+from tests.make_data import write_idx
+from tests.runs import Eventually, newest_step
+
+SCRIPT = ROOT / "docker" / "entrypoint.py"
+ENTRY = (SCRIPT,)
+entrypoint = load("docker/entrypoint.py")
+PYTHON = sys.executable
+WAITS = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('up', flush=True); "
+NOTED = f"echo 0 {{code}} {{processes}} >> ${NOTES}; "
+
+
+def noted(*codes: int, processes: int = 0) -> str:
+    return "".join(NOTED.format(code=code, processes=processes or len(codes)) for code in codes)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("exit 0", 0),
+        ("exit 5", 5),
+        ("kill -9 $$", 137),
+        (noted(2) + "exit 1", 2),  # as torchrun does
+        (noted(1, RETRY) + "exit 1", 1),
+        (noted(RETRY, 143) + "exit 1", RETRY),
+        (noted(RETRY, processes=2) + "exit 1", 1),  # the other process of this machine was killed: that is the cause
+        (noted(1) + "exit 0", 0),  # torchrun has started them again, and they have done it
+    ],
+)
+def test_the_exit_code_says_what_has_happened(programs: Programs, command: str, code: int) -> None:
+    programs.run(*ENTRY, "--", "sh", "-c", command, code=code, cold=True)
+
+
+def test_what_it_shares_with_the_project_is_equal() -> None:
+    """It is the first process of every image and imports nothing of the project."""
+    assert (entrypoint.NOTES, entrypoint.RETRY) == (errors.NOTES, errors.RETRY) == ("EXIT_NOTES", 75)
+    assert not re.search(r"^\s*(import|from) (common|examples)", SCRIPT.read_text(), re.MULTILINE)
+
+
+def test_the_last_attempt_counts() -> None:
+    assert entrypoint.first_note("0 1 2\n0 75 2\n1 143 2\n1 1 2\n", asked=False) == 143
+    assert entrypoint.first_note("", asked=False) is None
+
+
+def test_who_followed_a_killed_process_is_not_the_cause() -> None:
+    for note_of_the_other in (143, RETRY):
+        assert entrypoint.first_note(f"0 {note_of_the_other} 2\n", asked=False) is None
+        assert entrypoint.first_note(f"0 {note_of_the_other} 1\n", asked=False) == note_of_the_other
+    assert entrypoint.first_note("0 143 2\n", asked=True) == 143
+    assert entrypoint.first_note("0 2 2\n", asked=False) == 2
+
+
+def test_notes_are_for_the_entrypoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(NOTES, raising=False)
+    note(2)
+    (tmp_path / "notes").touch()
+    monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    note(2)
+    note(143, 4)
+    assert (tmp_path / "notes").read_text() == "3 2 1\n3 143 4\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "error: no command: give one after --"),
+        (("--", "--epochs", "1"), "error: no command: give one after --"),
+        (("--", "no-such-program"), "error: no-such-program cannot be started (No such file or directory)"),
+    ],
+)
+def test_mistakes_end_with_one_line(programs: Programs, words: tuple[str, ...], message: str) -> None:
+    assert programs.run(*ENTRY, *words, code=2, cold=True).stderr == message + "\n"
+
+
+def test_flags_alone_go_to_the_program_of_the_image(programs: Programs) -> None:
+    env = {"PROGRAM": "calendar"}
+    done = programs.run(*ENTRY, "--", "--type", "text", "2026", "11", env=env, cold=True)
+    assert "November 2026" in done.stdout
+    assert "20" in programs.run(*ENTRY, "--", env=env, cold=True).stdout
+    assert programs.run(*ENTRY, "--", "echo", "up", env=env, cold=True).stdout == "up\n"
+
+
+def test_the_entrypoint_needs_the_standard_library_only() -> None:
+    done = subprocess.run(
+        [PYTHON, "-S", "-c", "import entrypoint, sys; print(*sys.modules)"],
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    known = sys.stdlib_module_names | {"entrypoint", "__main__"}
+    assert [name for name in done.stdout.split() if name not in known and name.split(".")[0] not in known] == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_passed_on(programs: Programs, signum: signal.Signals) -> None:
+    program = WAITS + f"signal.signal({int(signum)}, lambda *_: sys.exit(7)); time.sleep(60)"
+    process = programs.start(*ENTRY, "--", PYTHON, "-c", program, cold=True)
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signum)
+    # 7 is no code of ours: torchrun's 1 after a signal means no more than 128 + n.
+    programs.finish(process, code=128 + signum)
+
+
+def test_the_command_starts_with_no_signal_blocked_or_ignored(programs: Programs) -> None:
+    """The entrypoint blocks signals for itself, and a shell lets what it starts in the background ignore Ctrl-C."""
+    table = "grep -E 'Sig(Blk|Ign)' /proc/self/status"
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    done = programs.run("-c", ignoring, PYTHON, SCRIPT, "--", "sh", "-c", table, cold=True)
+    masks = dict(line.split() for line in done.stdout.splitlines())
+    stopping = sum(1 << (signum - 1) for signum in entrypoint.AWAITED)
+    assert {name: int(mask, 16) & stopping for name, mask in masks.items()} == {"SigBlk:": 0, "SigIgn:": 0}
+
+
+def test_what_ignores_the_signal_is_ended_after_the_time_of_grace(programs: Programs) -> None:
+    program = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    )
+    process = programs.start(*ENTRY, "--grace", "0.5", "--", PYTHON, "-c", program, cold=True)
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    process.terminate()
+    assert programs.finish(process, code=143).stderr == "error: not ended within 0.5 s after SIGTERM: killed\n"
+
+
+def test_nodes_that_never_came_are_no_failure_of_this_one(programs: Programs, free_port: int) -> None:
+    """torchrun waits for them for a quarter of an hour, and ends with 1."""
+    torchrun = Path(PYTHON).with_name("torchrun")
+    words = ("--nnodes", 2, "--node-rank", 0, "--master-addr", "127.0.0.1", "--master-port", free_port)
+    done = programs.run(
+        *ENTRY, "--stuck", 1, "--", torchrun, *words, "--rdzv-conf", "timeout=2", "-m", "nothing", code=75, cold=True
+    )
+    assert re.search(r"error: torchrun gave up after \d+ s without starting a worker: not all nodes came", done.stderr)
+
+
+def test_what_a_command_leaves_behind_is_ended(programs: Programs) -> None:
+    """A daemon in a session of its own, and a process that ignores SIGTERM."""
+    program = (
+        "import os, signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "subprocess.Popen(['sleep', '600'], start_new_session=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    programs.run(*ENTRY, "--", PYTHON, "-c", program, code=137, cold=True, limit=60)
+    assert programs.gone(within=0.1)
+
+
+SUPERVISOR = (  # its worker has ended and left a note; it never asks about it, as torchrun when it is cut off
+    f"import os, subprocess, time; worker = subprocess.Popen(['sh', '-c', 'echo 0 {{code}} 1 >> ${NOTES}; {{more}}']);"
+    "print('up', flush=True); time.sleep({seconds})"
+)
+
+
+def test_a_supervisor_that_does_not_notice_the_end_of_its_worker_is_ended(programs: Programs) -> None:
+    stuck = SUPERVISOR.format(code=RETRY, more="exit 1", seconds=60)
+    done = programs.run(*ENTRY, "--stuck", "0.5", "--", PYTHON, "-c", stuck, code=RETRY, cold=True, limit=60)
+    assert re.search(r"^error: all workers ended 0.5 s ago and \S+ has not noticed: killed$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("more", ["sleep 3", "true; : > $EXIT_NOTES"])
+def test_a_supervisor_with_work_left_is_not_ended(programs: Programs, more: str) -> None:
+    """One worker that goes on; one that has left no note, because it is none of ours."""
+    program = SUPERVISOR.format(code=1, more=more, seconds=2)
+    programs.run(*ENTRY, "--stuck", "0.3", "--", PYTHON, "-c", program, cold=True)
+
+
+def test_orphans_are_asked_about(programs: Programs, eventually: Eventually) -> None:
+    """Ended processes whose parents are gone do not fill the process table."""
+    program = "for i in 1 2 3; do (sleep 0.1 & ); done; sleep 0.6; echo up; sleep 60"
+    process = programs.start(*ENTRY, "--", "sh", "-c", program, cold=True)
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    eventually(lambda: len(children(process.pid)) == 1, 5, "orphans")  # the shell is left, and none that has ended
+    process.terminate()
+    programs.finish(process, code=143)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(file.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(file.parent.name))
+    return found
+
+
+WITH_COUNTERS = f"""
+import os, sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import entrypoint
+entrypoint.MEMORY_EVENTS = sys.argv[1:3]
+sys.exit(entrypoint.main(["--", "sh", "-c", sys.argv[3]], os.environ))
+"""
+
+
+def test_the_end_for_memory_is_named(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's counter, of either version of control groups, is emulated: a test cannot set a limit."""
+    monkeypatch.setattr(entrypoint, "MEMORY_EVENTS", (tmp_path / "memory.events", tmp_path / "oom_control"))
+    assert entrypoint.oom_kills() == 0
+    counter = tmp_path / "oom_control"
+    counter.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert entrypoint.oom_kills() == 3
+    command = f"echo oom_kill 4 > {counter}; {noted(RETRY, processes=2)} exit 1"
+    done = programs.run("-c", WITH_COUNTERS, tmp_path / "memory.events", counter, command, code=137, cold=True)
+    assert "the kernel ended 1 process(es): the memory limit of the container was reached" in done.stderr
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
+SMALL = ("-m", "examples.manual_allreduce_sgd", "--algorithm", "flat", "--resume", "auto")
+
+
+@pytest.mark.timeout(600)
+def test_torchrun_with_the_codes_of_its_workers(
+    programs: Programs, tmp_path: Path, free_port: int, eventually: Eventually
+) -> None:
+    """A mistake that only the workers see; SIGTERM with a checkpoint; a killed worker; a killed torchrun."""
+    write_idx(tmp_path / "data", train=12_800, test=100, size=8, classes=4, packed=False)  # scikit-learn starts slowly
+    flags = ("--dataset", str(tmp_path / "data"), "--out", str(tmp_path))
+    job = (*ENTRY, "--", PYTHON, *TORCHRUN, str(free_port), *SMALL, *flags)
+
+    done = programs.run(*job, "--batch-size", "7", code=2, cold=True)
+    assert "cannot be divided by 2 ranks" in done.stderr
+
+    def at_step(step: int) -> subprocess.Popen[str]:
+        process = programs.start(*job, "--epochs", "1000", "--checkpoint-every", "5", cold=True)
+        eventually(lambda: newest_step(tmp_path) >= step, 180, "a checkpoint")
+        return process
+
+    process = at_step(5)
+    process.terminate()
+    started = time.monotonic()
+    assert "stopped by SIGTERM: checkpoint at step" in programs.finish(process, code=143).stderr
+    assert time.monotonic() - started < 10
+    stopped = newest_step(tmp_path)
+
+    process = at_step(stopped + 5)
+    os.kill(programs.worker(1), signal.SIGKILL)
+    programs.finish(process, code=1)  # counts: the cause was here
+
+    stopped = newest_step(tmp_path)
+    process = at_step(stopped + 5)
+    (agent,) = children(process.pid)
+    os.kill(agent, signal.SIGKILL)
+    programs.finish(process, code=137)
+    assert programs.gone(within=0.5)
+    assert newest_step(tmp_path) > stopped
+
+
+LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "command", "code"),
+    [
+        ("first_note(notes, bool(self.asked))", "None", ("sh", "-c", noted(2) + "exit 1"), 2),
+        ("self._end_rest()", "pass", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
+        ("prctl(36, 1,", "prctl(36, 0,", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
+        ("return 128 + self.asked[0]", "return code", ("sh", "-c", "kill -TERM $PPID; sleep 60 & wait"), 143),
+    ],
+)
+def test_what_is_left_out_is_missed(
+    programs: Programs, tmp_path: Path, old: str, new: str, command: tuple[str, ...], code: int
+) -> None:
+    """The code with one thing broken ends otherwise, or leaves something behind; the whole one does not."""
+    source = SCRIPT.read_text()
+    assert old in source
+    (tmp_path / "entrypoint.py").write_text(source.replace(old, new))
+    for script in (SCRIPT, tmp_path / "entrypoint.py"):
+        process = programs.start(script, "--", *command, cold=True)
+        process.wait(timeout=20)
+        good = (process.returncode, programs.left()) == (code, {})
+        programs.kill()
+        process.communicate()
+        assert good == (script == SCRIPT), (process.returncode, programs.left())
