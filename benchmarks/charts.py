@@ -1,27 +1,81 @@
-"""Charts for the report, from the measurements alone: no torch. Narrow enough that a phone shows their words."""
+"""Charts of results, from the JSON alone: bars and lines. No torch.
+
+A chart is a description (`Bars`, `Lines`). The report draws each as an SVG that a phone can show;
+the README pictures are PNGs with the charts of one result side by side.
+"""
 
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.figure import Figure
-
-from benchmarks.latency_bandwidth import Link, ring_seconds
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure, SubFigure
 
 WIDTH = 5.0  # inches: 360 points, so that a letter of 9 points has 9 pixels on a phone
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#000000", "#999999")
-WAYS = {"compute": "#000000", "flat": "#0072b2", "ring": "#56b4e9", "ddp": "#009e73", "pipeline": "#d55e00"}
+BLUE, GREY = "#0072b2", "#999999"
+COLOURS = (BLUE, "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#000000")
+COLOURS += ("#882255", "#44aa99", "#999933", "#332288", GREY)
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
     "svg.hashsalt": "report",
     "svg.fonttype": "none",
 }
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal bars, each with its name, its value and a note above it.
+
+    Args:
+        title: of the chart.
+        unit: of the values.
+        values: of each bar; a mapping stacks its parts.
+        notes: by the name of the bar.
+        grey: the bar that the others are compared with.
+    """
+
+    title: str
+    unit: str
+    values: Mapping[str, float | Mapping[str, float]]
+    notes: Mapping[str, str] = field(default_factory=dict)
+    grey: str = ""
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the stacked parts; none if every bar is a single value."""
+        stacks = [value for value in self.values.values() if isinstance(value, Mapping)]
+        return list(dict.fromkeys(part for stack in stacks for part in stack))
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return 0.8 + 0.42 * len(self.values) + 0.2 * (-(-len(self.parts) // 2))
+
+    def draw(self, axis: Axes) -> None:
+        """Draw the bars from the top down."""
+        for place, (name, value) in enumerate(self.values.items()):
+            stack = value if isinstance(value, Mapping) else {"": value}
+            end = 0.0
+            for part, length in stack.items():
+                grey = BLUE if name != self.grey else GREY
+                colour = COLOURS[self.parts.index(part) % len(COLOURS)] if part else grey
+                label = part if place == 0 else ""
+                axis.barh(place, max(0.0, length), 0.35, left=end, color=colour, label=label)
+                end += max(0.0, length)
+            note = f", {self.notes[name]}" if self.notes.get(name) else ""
+            text = f"{name}: {sum(stack.values()):.4g}{note}"
+            at = (0, place - 0.175)  # the bar's upper edge
+            axis.annotate(text, at, (0, 2), textcoords="offset points", va="bottom")
+        axis.set(yticks=[], xlabel=self.unit, ylim=(len(self.values) - 0.5, -0.6))
+        axis.spines["left"].set_visible(False)
 
 
 @dataclass(frozen=True)
@@ -40,105 +94,82 @@ class Line:
         return self.dashes != "-"
 
 
-def picture(figure: Figure) -> str:
-    """An `src` that holds the chart itself, as SVG; the same bytes for the same figures."""
-    buffer = io.BytesIO()
-    with mpl.rc_context(STYLE):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
-
-
-def bars(values: Mapping[str, float], unit: str, notes: Mapping[str, str] | None = None, grey: str = "") -> Figure:
-    """A horizontal bar per name, with its value and a note above; `grey` is what the others are compared with."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 0.6 + 0.42 * len(values)))
-        axis = figure.subplots()
-        places = list(range(len(values)))
-        axis.barh(
-            places, list(values.values()), 0.35, color=["#999999" if name == grey else "#0072b2" for name in values]
-        )
-        for place, (name, value) in enumerate(values.items()):
-            note = f", {notes[name]}" if notes and name in notes else ""
-            axis.annotate(f"{name}: {value:.4g}{note}", (0, place), (0, 7), textcoords="offset points", va="bottom")
-        axis.set(yticks=[], xlabel=unit, ylim=(len(values) - 0.5, -0.6))
-        axis.spines["left"].set_visible(False)
-        figure.tight_layout()
-    return figure
-
-
-def lines(drawn: Sequence[Line], x: str, y: str, ticks: Sequence[float] = (), from_zero: bool = False) -> Figure:
-    """Lines with a point at each value, on logarithmic axes; the legend is below.
+@dataclass(frozen=True)
+class Lines:
+    """Lines with a point at each value, on logarithmic axes.
 
     Args:
-        drawn: the lines.
+        title: of the chart.
         x: what the horizontal axis shows.
         y: what the vertical axis shows.
+        lines: what to draw.
         ticks: of the horizontal axis.
         from_zero: whether the vertical axis is linear, and begins with 0.
     """
-    with mpl.rc_context(STYLE):
-        rows = -(-len(drawn) // 2)
-        figure = Figure(figsize=(WIDTH, 3.2 + 0.2 * rows))
-        axis = figure.subplots()
-        for line in drawn:
-            axis.plot(line.xs, line.ys, line.dashes, color=line.colour, marker="o", markersize=4.5, label=line.name,
-                      markerfacecolor="white" if line.calculated else line.colour)  # fmt: skip
-        axis.set_xscale("log")
-        axis.set(ylim=(0, None)) if from_zero else axis.set_yscale("log")
-        if ticks:
-            axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[Line]
+    ticks: Sequence[float] = ()
+    from_zero: bool = False
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the lines."""
+        return [line.name for line in self.lines]
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return 3.2 + 0.2 * (-(-len(self.lines) // 2))
+
+    def draw(self, axis: Axes) -> None:
+        """Draw the lines."""
+        for line in self.lines:
+            fill = "white" if line.calculated else line.colour
+            looks: dict[str, Any] = {"color": line.colour, "marker": "o", "markersize": 4.5}
+            axis.plot(line.xs, line.ys, line.dashes, label=line.name, markerfacecolor=fill, **looks)
+        axis.set(xscale="log", xlabel=self.x, ylabel=self.y)
+        axis.set(ylim=(0, None)) if self.from_zero else axis.set_yscale("log")
+        if self.ticks:
+            axis.set_xticks(self.ticks, [f"{tick:g}" for tick in self.ticks])
             axis.minorticks_off()
-        axis.set(xlabel=x, ylabel=y)
         axis.grid(alpha=0.3)
-        figure.legend(loc="lower center", ncols=2, frameon=False, fontsize=7.5)
-        figure.tight_layout(rect=(0, 0.2 * rows / (3.2 + 0.2 * rows) + 0.02, 1, 1))
-    return figure
 
 
-def _rows(result: Mapping[str, Any], gigabits: int) -> list[Mapping[str, Any]]:
-    """The calculated rows of a network, with the latency that was assumed."""
-    return [row for row in result["extrapolation"] if (row["gigabits"], row["alpha_from"]) == (gigabits, "assumed")]
+Chart = Bars | Lines
 
 
-def _networks(result: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """The networks, and how their lines are drawn."""
-    found = sorted({row["gigabits"] for row in result["extrapolation"]})
-    return list(zip(found, (":", "--", "-."), strict=False))
+def figure(charts: Sequence[Chart], title: str = "") -> Figure:
+    """The charts side by side, each with its legend below."""
+    with mpl.rc_context(STYLE):
+        height = max(chart.height for chart in charts) + (0.5 if title else 0)
+        whole = Figure(figsize=(WIDTH * len(charts), height), layout="constrained")
+        places: list[Figure | SubFigure] = [whole]
+        if len(charts) > 1 or title:
+            whole.suptitle(title, fontsize=10)
+            places = list(whole.subfigures(1, len(charts), squeeze=False)[0])
+        for place, chart in zip(places, charts, strict=True):
+            axis = place.subplots()
+            chart.draw(axis)
+            if title:
+                axis.set_title(chart.title)
+            if chart.parts:
+                place.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
+    return whole
 
 
-def step_chart(result: Mapping[str, Any]) -> Figure:
-    """Steps against ranks, from scaling.json: measured, and calculated for more ranks."""
-    measured = {int(ranks): seconds for ranks, seconds in result["steps"].items()}
-    drawn = [
-        Line(f"{way}, measured", list(measured), [1e3 * median(seconds[way]) for seconds in measured.values()], colour)
-        for way, colour in WAYS.items()
-    ]
-    for way in ("flat", "ddp", "pipeline"):
-        for gigabits, dashes in _networks(result):
-            rows = _rows(result, gigabits)
-            seconds = [1e3 * row["seconds"][way] for row in rows]
-            name = f"{way}, {gigabits} Gb/s, calculated"
-            drawn.append(Line(name, [row["ranks"] for row in rows], seconds, WAYS[way], dashes))
-    ticks = sorted({*measured, *(row["ranks"] for row in result["extrapolation"])})
-    return lines(drawn, "ranks", "ms per step", ticks, from_zero=True)
+def picture(chart: Chart) -> str:
+    """An `src` that holds the chart itself, as SVG; the same bytes for the same figures."""
+    buffer = io.BytesIO()
+    with mpl.rc_context(STYLE):
+        figure([chart]).savefig(buffer, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-def exchange_chart(result: Mapping[str, Any]) -> Figure:
-    """All-reduces of the gradients against ranks, from scaling.json: measured, by the fit, and for other networks."""
-    size, more = result["gradient_bytes"], sorted({row["ranks"] for row in result["extrapolation"]})
-    drawn = []
-    for (way, link), colour in zip(result["fit"].items(), COLOURS, strict=False):
-        sizes = {int(ranks): found for ranks, found in result["all_reduce"].items()}
-        nearest = min((int(s) for s in next(iter(sizes.values()))), key=lambda one: abs(one - size))
-        measured = [1e3 * median(found[str(nearest)][way]) for found in sizes.values()]
-        drawn.append(Line(f"{way}, measured", list(sizes), measured, colour))
-        fitted = Link(link["alpha"], link["beta"])
-        ranks = [*sizes, *more]
-        drawn.append(
-            Line(f"{way}, by the fit", ranks, [1e3 * ring_seconds(n, size, fitted) for n in ranks], colour, ":")
-        )
-    for (gigabits, _), colour in zip(_networks(result), COLOURS[2:], strict=False):
-        link = Link.network(gigabits, _rows(result, gigabits)[0]["alpha"])
-        seconds = [1e3 * ring_seconds(n, size, link) for n in more]
-        drawn.append(Line(f"{gigabits} Gb/s, {1e6 * link.alpha:g} µs, calculated", more, seconds, colour, "--"))
-    return lines(drawn, "ranks", "ms per all-reduce", [*sizes, *more])
+def save(path: Path, charts: Sequence[Chart], title: str) -> None:
+    """Write the charts of one result as a PNG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context(STYLE):
+        figure(charts, title).savefig(path, dpi=110)

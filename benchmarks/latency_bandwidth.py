@@ -1,31 +1,23 @@
 """What an all-reduce, and a training step with it, cost by the latency-bandwidth model.
 
-A message of n bytes takes alpha + n * beta seconds: alpha is what it costs however short it is, 1 / beta is the
-bandwidth of one process's link. With W ranks and S bytes, each step of a ring sends S / W bytes, and there are
-2 (W - 1) steps one after the other:
+A message of n bytes takes alpha + n * beta seconds: alpha is what it costs however short it is,
+1 / beta is the bandwidth of one process's link. With W ranks and S bytes, each step of a ring sends
+S / W bytes, and there are 2 (W - 1) steps one after the other:
 
     T(W, S) = 2 (W - 1) alpha + 2 (W - 1) / W * S * beta
 
-Sources: Hockney, 1994, The communication challenge for MPP (https://doi.org/10.1016/S0167-8191(06)80021-9), for the
-model; Thakur, Rabenseifner and Gropp, 2005, Optimization of collective communication operations in MPICH
-(https://doi.org/10.1177/1094342005051521), section 4.5, for the ring (without its term for the additions).
+Sources: Hockney, 1994, The communication challenge for MPP, for the model
+(https://doi.org/10.1016/S0167-8191(06)80021-9); Thakur, Rabenseifner and Gropp, 2005, Optimization
+of collective communication operations in MPICH, section 4.5, for the ring, without its term for the
+additions (https://doi.org/10.1177/1094342005051521).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-FORMULAS = {
-    "all-reduce by a ring": "T(W, S) = 2 (W - 1) α + 2 (W - 1) / W · S β",
-    "data parallel, nothing overlaps": "c + T(W, S)",
-    "data parallel, all-reduce hidden behind backward as far as it goes": "c / 3 + max(2 c / 3, T(W, S))",
-    "P stages x W / P replicas": "(M + P - 1) / M · c + 2 (P - 1) (α + a β) + T(W / P, S / P)",
-}
-SYMBOLS = (
-    "W ranks, S bytes of gradients, α seconds per message, β seconds per byte, c seconds in which one rank computes "
-    "its share of a step, of which backward takes two thirds, P stages, M micro-batches, a bytes of activations of one "
-    "micro-batch at a cut; every rank has the same share of samples whatever W is"
-)
+import numpy as np
+from scipy.optimize import nnls
 
 
 @dataclass(frozen=True)
@@ -68,22 +60,28 @@ def data_parallel_seconds(ranks: int, size: float, compute: float, link: Link, o
         size: bytes of gradients.
         compute: seconds that one rank computes.
         link: how a rank reaches the next one.
-        overlap: whether the all-reduce goes on while backward computes; it can hide there and nowhere else.
+        overlap: whether the all-reduce hides behind backward, as far as it goes; nowhere else.
     """
     exchange = ring_seconds(ranks, size, link)
     return compute / 3 + max(2 * compute / 3, exchange) if overlap else compute + exchange
 
 
 def pipeline_seconds(
-    ranks: int, size: float, compute: float, link: Link, stages: int, micro_batches: int, activations: float
+    ranks: int,
+    size: float,
+    compute: float,
+    link: Link,
+    stages: int,
+    micro_batches: int,
+    activations: float,
 ) -> float:
-    """Seconds of a step of `stages` equal stages, and `ranks / stages` replicas of them whose gradients are added up.
+    """Seconds of a step of `stages` equal stages, in `ranks / stages` replicas.
 
     Messages travel while stages compute, so only those that fill and empty the pipeline count.
 
     Args:
         ranks: W, a multiple of the stages.
-        size: bytes of gradients of the whole model.
+        size: bytes of gradients of the whole model, which the replicas add up.
         compute: seconds that one rank computes.
         link: how a rank reaches the next one.
         stages: P.
@@ -98,8 +96,8 @@ def pipeline_seconds(
 def fit(points: Iterable[Point]) -> Link:
     """The latency and the bandwidth with which the ring's formula is nearest to what was measured.
 
-    The squares of the relative errors are the least possible: absolute ones would be those of the largest messages
-    only. Neither latency nor bandwidth is negative.
+    The squares of the relative errors are the least possible: absolute ones would be those of the
+    largest messages only. Neither latency nor bandwidth is negative.
 
     Raises:
         ValueError: fewer than two points with two or more ranks.
@@ -107,19 +105,13 @@ def fit(points: Iterable[Point]) -> Link:
     used = [point for point in points if point.ranks > 1]
     if len(used) < 2:
         raise ValueError("two points or more are needed to fit a latency and a bandwidth")
-    # 1 = alpha x + beta y, with x and y divided by the measured seconds
-    rows = [
-        (2 * (p.ranks - 1) / p.seconds, 2 * (p.ranks - 1) / p.ranks * p.size / p.seconds) for p in used
-    ]  # fmt: skip
-    xx, xy, yy = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    x, y = (sum(row[i] for row in rows) for i in (0, 1))
-    determinant = xx * yy - xy * xy
-    if determinant <= 1e-12 * xx * yy:  # one size only: it cannot tell latency from bandwidth
-        return Link(0.0, y / yy)
-    alpha, beta = (x * yy - y * xy) / determinant, (y * xx - x * xy) / determinant
-    if alpha < 0:
-        return Link(0.0, y / yy)
-    return Link(x / xx, 0.0) if beta < 0 else Link(alpha, beta)
+    # 1 = beta * moved + alpha * messages, divided by the measured seconds, in columns of like size.
+    # Of one size of message, which cannot tell them apart, the first column gets it all.
+    moved = np.array([2 * (p.ranks - 1) / p.ranks * p.size / p.seconds for p in used])
+    messages = np.array([2 * (p.ranks - 1) / p.seconds for p in used])
+    columns = np.stack([moved / moved.max(), messages / messages.max()], axis=1)
+    (beta, alpha), _ = nnls(columns, np.ones(len(used)))
+    return Link(float(alpha / messages.max()), float(beta / moved.max()))
 
 
 def errors(points: Iterable[Point], link: Link) -> dict[str, float]:

@@ -1,0 +1,187 @@
+"""Pipelines to measure: configurations, the bytes they keep, where their seconds go."""
+
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from benchmarks.ranks import Step
+from common.train.amp import MixedPrecision
+from common.train.precision import Precision
+from examples.resnet_pipeline.args import PipelineArgs
+from examples.resnet_pipeline.grid import make_grid
+from examples.resnet_pipeline.schedule import micro_batch_sizes, simulate
+from examples.resnet_pipeline.stages import LocalStages, build_local_stages, make_pipeline
+from examples.resnet_pipeline.timeline import Event, Timeline
+
+TWO_STAGES = ("interleaved", "zero-bubble", "zbv")
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor that autograd keeps as long as it keeps this object."""
+
+    tensor: Tensor
+
+
+class Kept:
+    """Counts the bytes that autograd keeps for the backward pass, without parameters.
+
+    Args:
+        parameters: not to be counted.
+
+    Attributes:
+        most: bytes that were kept at the same time at most; a storage counts once.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.ignored = {parameter.data_ptr() for parameter in parameters}
+        self.holders = Counter[int]()
+        self.now = self.most = 0
+
+    @contextmanager
+    def counting(self) -> Generator[None]:
+        """Count in the body."""
+
+        def drop(key: int, size: int) -> None:
+            self.holders[key] -= 1
+            self.now -= size * (self.holders[key] == 0)
+
+        def hold(tensor: Tensor) -> Held:
+            storage, held = tensor.untyped_storage(), Held(tensor)
+            key, size = storage.data_ptr(), storage.nbytes()
+            if key not in self.ignored:
+                self.holders[key] += 1
+                self.now += size * (self.holders[key] == 1)
+                self.most = max(self.most, self.now)
+                weakref.finalize(held, drop, key, size)  # when autograd drops it
+            return held
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda held: held.tensor):
+            yield
+
+
+@dataclass(frozen=True)
+class Made:
+    """A configuration on this rank: its stages, its micro-batches, a step, what was computed."""
+
+    local: LocalStages
+    sizes: list[int]
+    step: Step
+    timeline: Timeline
+
+
+class Pipelines:
+    """Makes configurations; those with the same stages on this rank share them, to save memory.
+
+    Args:
+        samples: of a batch.
+        image_size: height and width of its images, in pixels.
+        precision: precision and memory layout.
+        device: of this rank.
+        timeout: the longest wait for another rank.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        image_size: int,
+        precision: Precision,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> None:
+        self.amp, self.grid = MixedPrecision(precision, device), make_grid(None, device, timeout)
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(samples, 3, image_size, image_size, generator=generator)
+        self.images, self.labels = self.amp.to_device(images), torch.arange(samples) % 10
+        self.shared: dict[tuple[str, bool], tuple[LocalStages, SGD]] = {}
+
+    def make(self, flags: PipelineArgs) -> Made:
+        """A configuration. Every rank calls this."""
+        placement = flags.schedule if flags.schedule in TWO_STAGES else "one stage each"
+        key = placement, flags.recompute
+        if key not in self.shared:
+            local = build_local_stages(flags, 0, 10, self.images, self.amp, self.grid)
+            self.shared[key] = local, SGD(local.parameters, 0.01, 0.9)
+        local, sgd = self.shared[key]
+        timeline = Timeline(dist.get_rank(), self.amp.device, range(1, 1000))
+        engine = make_pipeline(flags, local, self.grid, self.images.shape, timeline)
+        samples = len(self.labels)
+        sizes = micro_batch_sizes(samples, flags.micro_batches)
+
+        def step() -> None:
+            timeline.begin()
+            engine.step(self.images, self.labels, sizes, samples)
+            sgd.step()
+            sgd.zero_grad()
+
+        return Made(local, sizes, step, timeline)
+
+    def alone(self, model: nn.Module, count: int, amp: MixedPrecision) -> Step:
+        """A step of the un-split model in so many micro-batches. No other rank is needed.
+
+        Args:
+            model: it is trained.
+            count: micro-batches.
+            amp: precision and memory layout.
+        """
+        amp.prepare(model)
+        images, samples = amp.to_device(self.images), len(self.labels)
+        sgd, sizes = SGD(model.parameters(), 0.01, 0.9), micro_batch_sizes(samples, count)
+
+        def step() -> None:
+            for x, y in zip(images.split(sizes), self.labels.split(sizes), strict=True):
+                with amp.autocast():
+                    logits = model(x).float()
+                (F.cross_entropy(logits, y, reduction="sum") / samples).backward()
+            sgd.step()
+            sgd.zero_grad()
+
+        return step
+
+
+def losses(
+    events: Sequence[Event],
+    flags: PipelineArgs,
+    processes: int,
+    step: float,
+    whole: float,
+    cut: float,
+) -> dict[str, float]:
+    """Where the seconds of a step went.
+
+    Args:
+        events: of the step, of all stages.
+        flags: of the pipeline.
+        processes: each has one stage, or two.
+        step: measured seconds of the pipeline.
+        whole: of the baseline.
+        cut: of the un-split model in as many micro-batches.
+    """
+    stages, count = len({event.stage for event in events}), flags.micro_batches
+    spent = {
+        kind: [
+            sum(e.end - e.start for e in events if e.kind == kind and e.stage == stage) / count
+            for stage in range(stages)
+        ]
+        for kind in ("F", "B")
+    }
+    busy = count * (sum(spent["F"]) + sum(spent["B"])) / processes
+    simulated = simulate(flags.schedule, spent["F"], spent["B"], count, processes)
+    filling = busy * (processes - 1) / count * processes / stages
+    return {
+        "ideal": whole / processes,
+        "small micro-batches": (cut - whole) / processes,
+        "shared machine": busy - cut / processes,
+        "bubble": filling,
+        "imbalance": simulated - busy - filling,
+        "communication and rest": step - simulated,
+    }

@@ -1,0 +1,96 @@
+"""Tables of results, generated from the JSON: any mapping of mappings is one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: its rows have as many cells as its head."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        """In aligned columns."""
+        lines = [self.head, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        cells = ((one.ljust(width) for one, width in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join([self.title, *(f"  {'  '.join(line)}".rstrip() for line in cells)])
+
+
+def numbers(value: Any) -> list[float]:
+    """The samples that a value consists of; none if it is anything else than numbers."""
+    values = value if isinstance(value, list) else [value]
+    ours = all(type(one) in (int, float) for one in values)
+    return [float(one) for one in values] if ours else []
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it; of more than four samples the median and the range."""
+    samples = numbers(value)
+    shown = [f"{one:,.0f}" if abs(one) >= 1e5 else f"{one:.5g}" for one in samples]
+    if len(samples) > 4:
+        return f"{median(samples):.4g} ({min(samples):.4g} to {max(samples):.4g})"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {cell(one)}" for name, one in value.items())
+    return ", ".join(shown) or ("-" if value in (None, []) else str(value))
+
+
+def table(title: str, rows: Mapping[str, Any]) -> Table:
+    """A row per key, a column per key within."""
+    within = {name: of if isinstance(of, Mapping) else {"": of} for name, of in rows.items()}
+    columns = list(dict.fromkeys(chain(*within.values())))
+    cells = [(name, *(cell(of.get(one)) for one in columns)) for name, of in within.items()]
+    return Table(title, ("", *(name.replace("_", " ") for name in columns)), cells)
+
+
+def find(found: Any, way: Sequence[str]) -> Any:
+    """The value at the end of a way through the JSON; None where there is none.
+
+    Args:
+        found: the JSON.
+        way: keys; * stands for every key, and makes a mapping from these keys to what is found.
+    """
+    if not way or found is None:
+        return found
+    if not isinstance(found, Mapping):
+        return None
+    if way[0] != "*":
+        return find(found.get(way[0]), way[1:])
+    each = {key: find(value, way[1:]) for key, value in found.items()}
+    return {key: value for key, value in each.items() if value is not None} or None
+
+
+def tables(title: str, found: Any) -> Iterator[Table]:
+    """The table of a mapping of mappings or list of records; if it is deeper, one for each key."""
+    if isinstance(found, list):
+        found = {str(number): record for number, record in enumerate(found, 1)}
+    for key, rows in (found or {}).items():
+        if not (isinstance(rows, Mapping) and all(isinstance(of, Mapping) for of in rows.values())):
+            yield table(title, found)
+            return
+        yield table(f"{title}: {key}", rows)
+
+
+def all_numbers(found: Any, way: str = "") -> Iterator[tuple[str, list[float]]]:
+    """All numbers and lists of numbers in a result, each with the way to it."""
+    samples = numbers(found)
+    if samples:
+        yield way, samples
+    elif isinstance(found, Mapping | list):
+        inner = found.items() if isinstance(found, Mapping) else enumerate(found)
+        for name, value in inner:
+            yield from all_numbers(value, f"{way} / {name}" if way else str(name))
+
+
+def machines(found: Mapping[str, Any]) -> str:
+    """The machines of a result, or of its parts, which may have been measured on several."""
+    parts = [part for part in (found, *found.values()) if isinstance(part, Mapping)]
+    known = [part["machine"] for part in parts if "machine" in part]
+    names = (", ".join([f"{one['cpu']}, {one['cores']} core(s)", *one["gpus"]]) for one in known)
+    return "; ".join(dict.fromkeys(names))
