@@ -144,8 +144,8 @@ def test_flags_exist(programs: Programs) -> None:
     from torch.distributed.run import get_args_parser
 
     commands = written(PAGES) - {command for command in written(PAGES) if "my_training" in command}
-    modules = set(re.findall(r"-m (examples\.\w+\.\w+)", "\n".join(commands))) - {"examples.NAME.train"}
-    assert {f"examples.{path.parent.name}.train" for path in (ROOT / "examples").glob("*/train.py")} <= modules
+    modules = set(re.findall(r"-m (examples\.\w+(?:\.\w+)?)", "\n".join(commands))) - {"examples.NAME"}
+    assert {f"examples.{path.parent.name}" for path in (ROOT / "examples").glob("*/train.py")} <= modules
     started = {module: programs.start("-m", module, "--help") for module in sorted(modules)}
     known = {module: flags_of(programs.finish(process).stdout) for module, process in started.items()}
     parser: argparse.ArgumentParser = get_args_parser()
@@ -167,7 +167,7 @@ def test_links_and_names_exist(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
     assert [name for name in re.findall(r"`(test_\w+)`", text) if f"def {name}(" not in TESTS] == []
-    for names, module in re.findall(r"((?:`[\w.]+`(?:, | and )?)+) in `(common/\w+\.py)`", text):
+    for names, module in re.findall(r"((?:`[\w.]+`(?:, | and )?)+) in `(common/[\w/]+\.py)`", text):
         source = (ROOT / module).read_text()
         for name in re.findall(r"`([\w.]+)`", names):
             assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b", source), f"{name} is not in {module}"

@@ -8,7 +8,7 @@ from tests.conftest import ROOT
 
 TABLE = (ROOT / "README.md").read_text().split("## Troubleshooting")[1].split("\n## ")[0]
 QUOTED = [text for row in TABLE.splitlines() for text in re.findall(r"^\| `(.+?)`", row)]
-SOURCES = "".join(path.read_text() for path in (ROOT / "common").glob("*.py"))
+SOURCES = "".join(path.read_text() for path in sorted((ROOT / "common").rglob("*.py")))
 
 
 @pytest.mark.parametrize("message", QUOTED)

@@ -12,7 +12,7 @@ from tests.faults.network import joined_by_a_cable
 from tests.make_data import draw_folder
 from tests.runs import tiny_imagenet
 
-TRAIN = ("-m", "examples.imagenet_ddp.train")
+TRAIN = ("-m", "examples.imagenet_ddp")
 # 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
 FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
 

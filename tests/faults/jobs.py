@@ -25,17 +25,18 @@ SMALL_RESNET = (  # two of four layers: checkpoints of 8 in place of 140 MB
 EVERY = ("--checkpoint-every", 3)
 # A program, a training that is worth being disturbed, and how often it saves.
 TRAININGS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
-    "mnist_ddp_spawn": (("mnist_ddp_spawn.train", "--epochs", 8), EVERY),
+    "mnist_ddp_spawn": (("mnist_ddp_spawn", "--epochs", 8), EVERY),
     "imagenet_ddp": (
-        ("imagenet_ddp.train", "FOLDER", "--epochs", 10, "-b", 12, "--image-size", 32, "--lr", 0.05), EVERY),
-    "manual_allreduce_sgd": (("manual_allreduce_sgd.train", "--epochs", 8), EVERY),
+        ("imagenet_ddp", "FOLDER", "--epochs", 10, "-b", 12, "--image-size", 32, "--lr", 0.05), EVERY),
+    "manual_allreduce_sgd": (("manual_allreduce_sgd", "--epochs", 8), EVERY),
     "resnet_pipeline": (
-        ("resnet_pipeline.train", "-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "--micro-batches", 3,
+        ("resnet_pipeline", "-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "--micro-batches", 3,
          "--epochs", 20, "--norm", "group", "--balance", "even"), EVERY),
-    "bert_dp.train": (("bert_dp.train", "--epochs", 6, "-b", 24, "--hidden", 64, "--dropout", 0.1), EVERY),
+    "bert_dp.train": (("bert_dp", "--epochs", 6, "-b", 24, "--hidden", 64, "--dropout", 0.1), EVERY),
     # the Trainer saves after every epoch, which has 8 steps here
     "bert_dp.trainer": (
-        ("bert_dp.trainer", "--epochs", 8, "-b", 36, "--hidden", 64, "--dropout", 0.1, "--logging-steps", 1), ()),
+        ("bert_dp.trainer_robust", "--epochs", 8, "-b", 36, "--hidden", 64, "--dropout", 0.1, "--logging-steps", 1),
+        ()),
 }  # fmt: skip
 PROGRAMS = list(TRAININGS)
 # With two ranks and with three, in turn; and the other way round, so that a program meets both.
@@ -53,7 +54,7 @@ class Job:
 
     @property
     def endless(self) -> tuple[object, ...]:
-        """The same, but for ever."""
+        """The same, without end."""
         return *self.words, "--epochs", 5000, *self.every
 
 

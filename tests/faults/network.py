@@ -5,12 +5,14 @@ import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from tests.conftest import ROOT
+
 # A node is started by NODE, in a namespace, with a device of it, and torchrun's flags.
-NODE = """
+NODE = f"""
 import os, sys
 space, device, *command = sys.argv[1:]
 os.environ["GLOO_SOCKET_IFNAME"] = device
-os.execvp("ip", ["ip", "netns", "exec", space, sys.executable, "-m", "common.entrypoint", "--stuck", "4", "--",
+os.execvp("ip", ["ip", "netns", "exec", space, sys.executable, "{ROOT}/docker/entrypoint.py", "--stuck", "4", "--",
                  sys.executable, "-m", "torch.distributed.run", *command])
 """
 

@@ -25,7 +25,7 @@ def test_the_network_between_two_nodes_is_cut(
         return [
             programs.start(
                 "-c", NODE, space, "cable", "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", number,
-                "--master-addr", "10.77.0.1", "--master-port", 29500, "-m", "examples.imagenet_ddp.train", *FLAGS,
+                "--master-addr", "10.77.0.1", "--master-port", 29500, "-m", "examples.imagenet_ddp", *FLAGS,
                 "--checkpoint-every", 3, "--timeout", 8, "--resume", "auto", "--out", tmp_path, folder,
                 cwd=tiny, log=tmp_path / f"log-{number}",
             )
@@ -55,11 +55,11 @@ def test_the_network_between_two_nodes_is_cut(
 
 
 WRITES = (  # whoever writes a checkpoint notes it
-    "common/checkpoint.py",
-    "write_atomically(self.folder / name, content)\n",
-    "write_atomically(self.folder / name, content)\n"
+    "common/train/checkpoint.py",
+    "write_atomically(self.folder / file_name(step, content), content)\n",
+    "write_atomically(self.folder / file_name(step, content), content)\n"
     "        with open(os.environ['WRITES'], 'a') as notes:\n"
-    "            notes.write(name + '\\n')\n",
+    "            notes.write(file_name(step, content) + '\\n')\n",
 )
 
 
@@ -73,7 +73,7 @@ def test_a_writer_that_is_cut_off_writes_no_more(
         programs.start(
             "-c", NODE, space, "cable", "--nnodes", 2, "--nproc-per-node", 2 - number, "--rdzv-backend", "c10d",
             "--rdzv-id", "job", "--rdzv-endpoint", "10.77.0.2:29500", "--rdzv-conf", f"is_host={number}",
-            "--local-addr", f"10.77.0.{number + 1}", "-m", "examples.imagenet_ddp.train", *FLAGS,
+            "--local-addr", f"10.77.0.{number + 1}", "-m", "examples.imagenet_ddp", *FLAGS,
             "--checkpoint-every", 3, "--timeout", 8, "--resume", "auto", "--out", tmp_path / "out", folder,
             cwd=code, log=tmp_path / f"log-{number}",
             env={"WRITES": str(tmp_path / f"writes-{number}"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},

@@ -71,7 +71,7 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     # SIGTERM: one common step is saved.
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    done = programs.finish(process, 1)  # torchrun's own code; that of a container: tests/common/test_entrypoint.py
+    done = programs.finish(process, 1)  # torchrun's own code; that of a container: tests/docker/test_entrypoint.py
     assert time.monotonic() - started < 10
     resumed = re.findall(r"resumed from .* at step (\d+)", done.stdout)
     assert len(resumed) == 1, done.stdout + done.stderr
@@ -154,40 +154,54 @@ def write(descriptor: int, size: int) -> tuple[int, ...]:
 
 def returning_early(module: Path) -> tuple[str, str, str]:
     """A change to a program: rank 1 leaves before it trains."""
-    line = re.search(r"^( *)report\.begin\(.*\n", module.read_text(), re.MULTILINE)
+    line = re.search(r"^( *)run\.(?:resume|begin)\(.*\n", module.read_text(), re.MULTILINE)
     assert line
-    return str(module.relative_to(ROOT)), line[0], f"{line[1]}if world.rank == 1: return\n{line[0]}"
+    return str(module.relative_to(ROOT)), line[0], f"{line[1]}if dist.get_rank() == 1: return\n{line[0]}"
 
 
 RAISES = (  # after some steps
-    "common/report.py",
-    "self._last_step = step\n",
-    "self._last_step = step\n"
-    "        if step == 7 and self.world.rank == 1:\n"
-    "            (self.out / 'raised').touch()\n"
+    "common/train/run.py",
+    "state.step += 1\n",
+    "state.step += 1\n"
+    "        if state.step == 7 and dist.get_rank() == 1:\n"
+    "            (self.args.out / 'raised').touch()\n"
     "            raise ValueError('a bug in one rank')\n",
+)
+
+IN_THE_TRAINER = (
+    "examples/bert_dp/trainer_parts.py",
+    "self.run.state.step = state.global_step\n",
+    RAISES[2]
+    .replace("state.step += 1", "self.run.state.step = state.global_step")
+    .replace("if state.step == 7", "if state.global_step == 7")
+    .replace("self.args", "self.run.args"),
 )
 
 
 @pytest.fixture(scope="module")
 def broken(jobs: Jobs) -> Path:
     """The code with a bug in one rank of each program: an exception."""
-    return jobs.broken("raises", RAISES)
+    return jobs.broken("raises", RAISES, IN_THE_TRAINER)
 
 
-GREEDY = (RAISES[0], RAISES[1], RAISES[2].replace("raise ValueError('a bug in one rank')", "torch.empty(1 << 50)"))
+GREEDY = [
+    (file, line, change.replace("raise ValueError('a bug in one rank')", "torch.empty(1 << 50)"))
+    for file, line, change in (RAISES, IN_THE_TRAINER)
+]
 
 
 @pytest.fixture(scope="module")
 def greedy(jobs: Jobs) -> Path:
     """The code, of which one rank asks for more memory than any machine has."""
-    return jobs.broken("greedy", GREEDY)
+    return jobs.broken("greedy", *GREEDY)
 
 
 @pytest.fixture(scope="module")
 def leaving(jobs: Jobs) -> Path:
     """The code with another bug: one rank leaves before it trains."""
-    modules = {ROOT / f"{str(jobs[program].words[1]).replace('.', '/')}.py" for program in PROGRAMS}
+    names = (str(jobs[program].words[1]) for program in PROGRAMS)
+    named = {name if name.count(".") > 1 else f"{name}.train" for name in names}
+    modules = {ROOT / f"{name.replace('.', '/')}.py" for name in named}
     return jobs.broken("leaves", *(returning_early(module) for module in sorted(modules)))
 
 
@@ -334,7 +348,7 @@ def test_no_code_in_a_checkpoint_is_executed_by_a_program(
     path.write_bytes(content)
     run = (*job.words, *job.every, "--nproc", NPROC, "--out", tmp_path / "out")
     done = programs.run(*run, "--resume", path, cwd=job.code, code=2)
-    assert errors(done) == [f"error: {path} is no checkpoint of this program: it holds something else than tensors"]
+    assert errors(done) == [f"error: {path} is not a checkpoint of this program: it holds something else than tensors"]
     assert not (tmp_path / "executed").exists()
 
 

@@ -16,7 +16,7 @@ from tests.examples.test_mnist_ddp_spawn import TRAIN_FROM_MIRROR
 from tests.make_data import draw_folder, write_idx
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 3)
-IMAGENET = ("-m", "examples.imagenet_ddp.train")
+IMAGENET = ("-m", "examples.imagenet_ddp")
 
 
 @contextmanager
@@ -78,7 +78,7 @@ kind.mirrors = [url]
 sums = [hashlib.md5((folder / name).read_bytes()).hexdigest() for name, _ in kind.resources]
 kind.resources = [(name, known) for (name, _), known in zip(kind.resources, [*sums[:3], "0" * 32], strict=True)]
 sys.argv = ["train", *sys.argv[3:]]
-runpy.run_module("examples.mnist_ddp_spawn.train", run_name="__main__", alter_sys=True)
+runpy.run_module("examples.mnist_ddp_spawn", run_name="__main__", alter_sys=True)
 """
 
 
@@ -150,7 +150,7 @@ def test_too_little_shared_memory_for_the_workers_of_torchs_loader_is_named(
         flags, code = ("-a", "resnet18", "--image-size", 64, "-b", 30, "-m", 2, "--norm", "group", "--timeout", 24), 2
         said = "error: no batch came from the loader's workers within 12 s: see what they printed above.*"
     done = programs.run(
-        "-c", shm, "-m", f"examples.{program}.train", "--dataset", tmp_path / "data", *flags,
+        "-c", shm, "-m", f"examples.{program}", "--dataset", tmp_path / "data", *flags,
         "--nproc", 2, "--workers", 1, "--epochs", 1, "--out", tmp_path / "out", code=code, limit=100,
     )  # fmt: skip
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
@@ -161,6 +161,6 @@ def test_too_little_shared_memory_for_the_workers_of_torchs_loader_is_named(
 def test_idx_files_need_no_shared_memory(programs: Programs, tmp_path: Path) -> None:
     write_idx(tmp_path / "small", train=203, test=101, size=12, classes=4)
     programs.run(
-        "-c", NO_SHM, "-m", "examples.mnist_ddp_spawn.train", "--nproc", 2, "--epochs", 1,
+        "-c", NO_SHM, "-m", "examples.mnist_ddp_spawn", "--nproc", 2, "--epochs", 1,
         "--dataset", tmp_path / "small", "--out", tmp_path / "out", limit=100,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import UserError
+from common.launch.errors import UserError
 from examples.bert_dp.trainer_checkpoints import SEAL, check_best, damage_of, seal
 from tests.conftest import Programs
 from tests.faults.jobs import NPROC, Jobs
@@ -98,7 +98,7 @@ def test_no_code_in_a_checkpoint_is_executed(programs: Programs, copied: Path, j
     run = (*job.words, "--nproc", NPROC, "--resume", folder, "--out", copied)
     done = programs.run(*run, cwd=job.code, code=0 if name == "training_args.bin" else 2)  # which is never read
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    refused = f"error: {folder} is no checkpoint of this program: it holds something else than tensors"
+    refused = f"error: {folder} is not a checkpoint of this program: it holds something else than tensors"
     assert lines == ([] if name == "training_args.bin" else [refused])
     assert not list(job.code.rglob("payload-was-executed"))
 
@@ -119,12 +119,12 @@ def test_a_signal_in_the_last_step_of_an_epoch(programs: Programs, tmp_path: Pat
     assert losses(tmp_path) == losses(whole)
 
 
-def test_without_settled_buckets_three_ranks_resume_differently(programs: Programs, tmp_path: Path, jobs: Jobs) -> None:
+def test_without_warm_buckets_three_ranks_resume_differently(programs: Programs, tmp_path: Path, jobs: Jobs) -> None:
     """The mutation: if it makes no difference any more, `on_train_begin` is not needed."""
     parts = "examples/bert_dp/trainer_parts.py"
     broken = jobs.broken(
-        "unsettled",
-        (parts, "            settle(", "            (lambda *_: None)("),
+        "cold",
+        (parts, "            warm_up_buckets(", "            (lambda *_: None)("),
         (parts, "self.stop.agreed()", "15 * (state.global_step == 20)"),
     )
     run = (*jobs[TRAINER].words, "--nproc", NPROC, "--resume", "auto", "--out", tmp_path)
