@@ -63,6 +63,7 @@ def fonts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fonts")
 
 
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize(("page", "number", "code"), to_run(PAGES), ids=label)
 def test_commands_run(
     programs: Programs, tmp_path: Path, fonts: Path, free_port: int, page: Path, number: int, code: str
@@ -77,7 +78,7 @@ def test_commands_run(
         | {"MPLCONFIGDIR": str(fonts), **waiting},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
