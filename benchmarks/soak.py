@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import harness
@@ -191,7 +191,7 @@ class Soak:
         assert self.programs.gone(), f"left over: {self.programs.left()}"
         left = shared_memory() - memory
         assert not left, f"left over: {left}"
-        found = asdict(self.args) | {"kills": self.kills.total(), "trainings": trainings}
+        found: dict[str, object] = {"kills": self.kills.total(), "trainings": trainings}
         found |= {"by_kind": dict(sorted(self.kills.items())), "steps_each": len(self.losses)}
         found |= {"starts_of_agents": starts, "parameter_hash": self.hash}
         checked = ("other_parameters", "other_losses", "samples_lost", "samples_twice", "left_over")
@@ -211,7 +211,8 @@ def main(args: Args) -> None:
     finally:
         programs.kill()
         shutil.rmtree(folder, ignore_errors=True)
-    harness.save("soak", about | found | {"out": str(args.out)}, args.out)
+    flags = {"seed": args.seed, "minutes": args.minutes, "pause": args.pause}
+    harness.save("soak", about | flags | found, args.out)
 
 
 if __name__ == "__main__":

@@ -71,9 +71,9 @@ class Run:
         self._surroundings = ExitStack()  # what is entered before the loop, and left after it
         self._batch_samples = 0
         seed_numpy_and_python()
+        local_batch(self.batch_size, self.shard[1])  # a mistake that all ranks meet comes first
         if dist.get_rank() == 0:
             check_writable(args.out, "--out")
-        local_batch(self.batch_size, self.shard[1])
         greet(self)
 
     def __enter__(self) -> Self:

@@ -76,7 +76,7 @@ class Args:
     """Height and width to which images are cropped."""
     images: Annotated[int, arg(metavar="N")] = 480
     """Shapes to draw for training, and half as many for the evaluation."""
-    epochs: Annotated[int, arg(metavar="N")] = 4
+    epochs: Annotated[int, arg(metavar="N")] = 6
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 32
     """GLOBAL batch size in samples, divided by the number of replicas."""

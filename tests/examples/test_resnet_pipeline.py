@@ -1,6 +1,8 @@
-"""resnet_pipeline against the un-split model, against itself at other numbers of stages, and against damage."""
+"""resnet_pipeline, the program: however it is cut, interrupted, resumed or damaged.
 
-import copy
+Its schedules and engines: test_resnet_pipeline_schedules.py.
+"""
+
 import json
 import os
 import re
@@ -8,15 +10,13 @@ import shutil
 import signal
 import time
 from datetime import timedelta
-from itertools import combinations, pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torchvision
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -28,162 +28,17 @@ from common.train.precision import Precision
 from examples.resnet_pipeline.args import Args
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.images import loaders
-from examples.resnet_pipeline.model import build
-from examples.resnet_pipeline.partition import balanced
-from examples.resnet_pipeline.schedule import SCHEDULES, Op, ideal_bubble, micro_batch_sizes, simulate
-from examples.resnet_pipeline.two_devices import ModelParallelResNet, PipelineParallelResNet
 from tests import warm
-from tests.conftest import ROOT, Programs
+from tests.conftest import Programs
 from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result
 
 warm.ALSO += ["torch.distributed.pipelining"]
 
-JOB = ("-m", "tests.examples.pipeline_job")
 TRAIN = ("-m", "examples.resnet_pipeline")
 TORCHRUN = ("-m", "torch.distributed.run")
 # 30 images in batches of 8: three whole batches and one of 6, each in 3 micro-batches
 SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3, "--epochs", 2, "--lr", 0.001,
          "--norm", "group", "--precision", "fp32", "--threads", 1)  # fmt: skip
-PIPELINE = "examples/resnet_pipeline/pipeline.py"
-
-# ------------------------------------------------------------------------------------------------- the engines
-
-
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_every_engine_and_schedule_equals_the_unsplit_model(programs: Programs, stages: int) -> None:
-    """Parameters after two steps: bit for bit; with BatchNorm over the micro-batches, its statistics too."""
-    done = programs.run(*JOB, "--nproc", stages, limit=200)
-    lines = re.findall(r"^equal( bit for bit)?: 1 x \d, (.*)$", done.stdout, re.MULTILINE)
-    assert f"{len(lines)} cases" in done.stdout, done.stdout
-    rounded = [case for exact, case in lines if not exact]  # torch's engine fills 8 samples up to 5 x 2, or 3 x 3
-    assert all(re.match(r"torch [\w-]+, [35] micro-batches", case) for case in rounded), rounded
-    kept = {schedule: re.findall(rf"hand {schedule}, 4 micro-batches, group, kept \[(.*)\]", done.stdout)[0]
-            for schedule in SCHEDULES}  # fmt: skip
-    assert kept["gpipe"] == ", ".join(["4"] * stages), "GPipe keeps the activations of all micro-batches"
-    assert kept["1f1b"] == ", ".join(str(min(4, stages - s)) for s in range(stages)), "1F1B of those behind it"
-    assert (kept["interleaved"] == kept["1f1b"]) == (stages == 1), "a second stage's are kept, too"
-
-
-def test_replicas_of_a_pipeline_equal_the_unsplit_model(programs: Programs) -> None:
-    """2 stages x 2 replicas: the gradients of 8 samples, whoever computed them."""
-    assert "5 cases" in programs.run(*JOB, "--nproc", 4, "--cases", "replicas").stdout
-
-
-@settings(deadline=None)
-@given(processes=st.integers(1, 6), count=st.integers(1, 20))
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_is_complete_and_never_waits_for_itself(name: str, processes: int, count: int) -> None:
-    each = 2 if name == "interleaved" and processes > 1 else 1
-    lists = [SCHEDULES[name](process, processes, count) for process in range(processes)]
-    for process, ops in enumerate(lists):
-        mine = [process + processes * part for part in range(each)]
-        assert sorted(ops) == sorted(Op(kind, i, stage) for kind in ("F", "B") for i in range(count) for stage in mine)
-        for kind, stage in product(("F", "B"), mine):
-            assert [op.micro for op in ops if (op.kind, op.stage) == (kind, stage)] == list(range(count))
-        for kind, round_the_end in product(("F", "B"), (False, True)):  # what nccl, which knows no tags, needs
-            sender = lists[process - 1 if kind == "F" else (process + 1) % processes]
-            step = 1 if kind == "F" else -1
-            stages = [stage for stage in mine if (max(stage, stage - step) % processes == 0) == round_the_end]
-            stages = [stage for stage in stages if 0 <= stage - step < processes * each]
-            sent = [
-                op._replace(stage=op.stage + step) for op in sender if op.kind == kind and op.stage + step in stages
-            ]
-            assert sent == [op for op in ops if op.kind == kind and op.stage in stages], (
-                "received in the order of sending"
-            )
-    forward, backward = [1 / each] * processes * each, [2 / each] * processes * each
-    span = simulate(name, forward, backward, count, processes)  # ends: no process waits forever
-    if each == 1 or count >= processes:
-        bubble = "the bubble is (P-1)/(M+P-1), half of that if interleaved"
-        assert span == pytest.approx(3 * (count + (processes - 1) / each)), bubble
-        assert ideal_bubble(name, count, processes) == pytest.approx(1 - 3 * count / span)
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0.1, 10), min_size=4, max_size=9), st.integers(1, 4))
-def test_no_cut_is_better_than_the_balanced_one(costs: list[float], stages: int) -> None:
-    def slowest(starts: tuple[int, ...]) -> float:
-        return max(sum(costs[a:b]) for a, b in zip(starts, (*starts[1:], len(costs)), strict=True))
-
-    every = [(0, *points) for points in combinations(range(1, len(costs)), stages - 1)]
-    assert slowest(tuple(balanced(costs, stages))) == pytest.approx(min(map(slowest, every)))
-
-
-@settings(deadline=None)
-@given(st.integers(1, 40), st.integers(1, 12))
-def test_micro_batches_make_up_the_batch(samples: int, count: int) -> None:
-    sizes = micro_batch_sizes(samples, count)
-    assert sum(sizes) == samples
-    assert len(sizes) == min(samples, count)
-    assert max(sizes) - min(sizes) <= 1
-
-
-# ------------------------------------------------------------------------------------------------- two devices
-
-
-def backward(model: torch.nn.Module, logits: torch.Tensor) -> list[torch.Tensor]:
-    """The logits, all gradients, and BatchNorm's statistics."""
-    torch.nn.functional.cross_entropy(logits, torch.arange(len(logits))).backward()
-    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [logits.detach(), *found, *model.buffers()]
-
-
-@pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("split_size", [2, 3, 7])
-def test_the_textbook_forms_equal_the_unsplit_model(split_size: int, norm: str) -> None:
-    """Bit for bit; the last of 7 samples make a smaller micro-batch."""
-    torch.manual_seed(0)
-    cpu, images = torch.device("cpu"), torch.randn(7, 3, 48, 48)
-    models = [build("resnet18", 10, norm)]
-    models += [copy.deepcopy(models[0]) for _ in range(3)]
-    expected = backward(models[0], models[0](images))
-    naive = ModelParallelResNet(models[1], cpu, cpu)
-    assert all(map(torch.equal, backward(naive, naive(images)), expected))
-    pieces = [models[2](piece) for piece in images.split(split_size)]
-    expected_of_pieces = backward(models[2], torch.cat(pieces))
-    pipelined = PipelineParallelResNet(models[3], cpu, cpu, split_size)
-    found = backward(pipelined, pipelined(images))
-    assert len(found) == len(expected) > 60
-    assert all(map(torch.equal, found, expected_of_pieces))
-    if norm == "group":  # then it does not matter how the batch is cut
-        for tensor, whole in zip(found, expected, strict=True):
-            torch.testing.assert_close(tensor, whole, rtol=1e-3, atol=1e-5)
-
-
-def test_the_programs_for_two_devices_check_themselves(programs: Programs, tmp_path: Path) -> None:
-    done = programs.run("-m", "examples.resnet_pipeline.toy")
-    assert "the un-split model with these parameters gives the same output" in done.stdout
-    small = ("-a", "resnet18", "--image-size", 32, "-b", 6, "--split-size", 2, "--rounds", 1, "--out", tmp_path)
-    done = programs.run("-m", "examples.resnet_pipeline.micro_batches", *small)
-    assert "gradients equal those of the un-split model over the same micro-batches" in done.stdout
-    names = {"unsplit", "textbook pipeline", "naive: one device at a time", "pipeline, split size 2"}
-    assert json.loads((tmp_path / "result.json").read_text())["seconds"].keys() == names
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("timeline.png", "sweep.png"))
-    change = ("examples/resnet_pipeline/two_devices.py", "for split in splits:", "for split in list(splits)[::-1]:")
-    broken = mutated(tmp_path / "broken", change)
-    done = programs.run("-m", "examples.resnet_pipeline.micro_batches", *small, cwd=broken, code=1)
-    assert "wrong gradient" in done.stderr
-
-
-# ------------------------------------------------------------------------------------------------- the mutations
-
-
-MUTATIONS = {
-    "wrong micro-batch order": (PIPELINE, "self.labels[op.micro]", "self.labels[-1 - op.micro]"),
-    "lost gradient": (
-        PIPELINE, "y.backward(gradient)", "(op.micro != 1 or op.stage) and y.backward(gradient)"),
-    "stale activation": (PIPELINE, "        return message.tensor",
-                         "        stale, self.stale = getattr(self, 'stale', message.tensor), message.tensor\n"
-                         "        return stale if op.kind == 'F' else message.tensor"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_broken_schedule_is_seen(programs: Programs, tmp_path: Path, name: str) -> None:
-    broken = mutated(tmp_path, MUTATIONS[name])
-    done = programs.run(*JOB, "--nproc", 2, "--cases", "hand", cwd=broken, code=1, env={"PYTHONPATH": str(ROOT)})
-    assert "Tensor-likes are not close" in done.stderr
-
 
 # ------------------------------------------------------------------------------------------------- the program
 
