@@ -57,7 +57,8 @@ class Recipe:
         self.text = replace(text, dropout=0.0 if NO_DROPOUT in self.has else 0.1)
         reviews = read_reviews(text.csv)
         train, test = (
-            ([reviews.texts[n] for n in part], [reviews.labels[n] for n in part]) for part in split(reviews, 0)
+            ([reviews.texts[n] for n in part], [reviews.labels[n] for n in part])
+            for part in split(reviews, 0)
         )
         self.texts, self.labels = train[0], torch.tensor(train[1])
         self.steps_per_epoch = -(-len(self.texts) // batch_size)

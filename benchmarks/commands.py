@@ -20,7 +20,9 @@ from common.launch.errors import UserError
 UNWANTED = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
 
 
-def observe(command: str, folder: Path, places: Mapping[str, str]) -> Generator[tuple[float, str], None, None]:
+def observe(
+    command: str, folder: Path, places: Mapping[str, str]
+) -> Generator[tuple[float, str], None, None]:
     """Run a program; closing the iterator ends it, with all processes that it started.
 
     Args:

@@ -101,7 +101,9 @@ class Ways:
         net = Net(amp.prepare(DigitNet(28)), nn.CrossEntropyLoss(reduction="sum"), amp)
         return net, SGD(net.parameters(), 0.01, momentum=0.9)
 
-    def with_engine(self, kind: type[EightSteps | TorchDataParallel], devices: Sequence[torch.device]) -> Step:
+    def with_engine(
+        self, kind: type[EightSteps | TorchDataParallel], devices: Sequence[torch.device]
+    ) -> Step:
         """A step of one process with all these devices."""
         if dist.get_rank() != 0:
             return lambda: None

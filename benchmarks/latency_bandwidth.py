@@ -52,7 +52,9 @@ def ring_seconds(ranks: int, size: float, link: Link) -> float:
     return 2 * (ranks - 1) * link.alpha + 2 * (ranks - 1) / ranks * size * link.beta
 
 
-def data_parallel_seconds(ranks: int, size: float, compute: float, link: Link, overlap: bool) -> float:
+def data_parallel_seconds(
+    ranks: int, size: float, compute: float, link: Link, overlap: bool
+) -> float:
     """Seconds of a step of data parallel training.
 
     Args:
@@ -116,5 +118,7 @@ def fit(points: Iterable[Point]) -> Link:
 
 def errors(points: Iterable[Point], link: Link) -> dict[str, float]:
     """How far the model is from the points: the median and the largest relative error."""
-    found = [abs(ring_seconds(p.ranks, p.size, link) / p.seconds - 1) for p in points if p.ranks > 1]
+    found = [
+        abs(ring_seconds(p.ranks, p.size, link) / p.seconds - 1) for p in points if p.ranks > 1
+    ]
     return {"median_error": median(found), "largest_error": max(found)}

@@ -36,7 +36,11 @@ from common.launch.flags import at_least
 
 PEER, MAIN = "pytorch/examples mnist", "mnist/main.py"
 OURS = "python -m examples.mnist_ddp_spawn --dataset mnist --data-dir DATA_DIR --out OUT"
-FILES = [f"{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+FILES = [
+    f"{part}-{kind}-ubyte.gz"
+    for part in ("train", "t10k")
+    for kind in ("images-idx3", "labels-idx1")
+]
 Sample = Mapping[str, Any]
 
 

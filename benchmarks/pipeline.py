@@ -107,10 +107,15 @@ def measure_speed(args: Args, pipelines: Pipelines) -> dict[str, Any]:
         for count in args.micro_batches if kind == "alone" else (1,):
             steps[f"{kind} {count}"] = pipelines.alone(model, count, amp)
     main_rank = dist.get_rank() == 0
-    timed = {name: seconds(step, takes_part=main_rank or name in compared) for name, step in steps.items()}
+    timed = {
+        name: seconds(step, takes_part=main_rank or name in compared)
+        for name, step in steps.items()
+    }
     samples = compare(timed, args.rounds, warm_up=1)  # the first connects and allocates
     events = {name: merged(gather_objects(timeline.steps)) for name, timeline in timelines.items()}
-    return summarise(args, compared, samples, events) | {"cut": [plan.blocks[start].first for start in plan.starts]}
+    return summarise(args, compared, samples, events) | {
+        "cut": [plan.blocks[start].first for start in plan.starts]
+    }
 
 
 def summarise(
@@ -144,7 +149,9 @@ def summarise(
             medians = {part: median(each[part] for each in parts) for part in parts[0]}
             found[name]["losses"] = medians
     best = {
-        engine: max((n for n in compared if n.startswith(engine)), key=lambda n: found[n]["speedup"])
+        engine: max(
+            (n for n in compared if n.startswith(engine)), key=lambda n: found[n]["speedup"]
+        )
         for engine in ("hand", "torch")
     }
     count = compared[best["hand"]].micro_batches

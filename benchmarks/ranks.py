@@ -65,7 +65,9 @@ def main_worker(local_rank: int, place: Place, job: Job) -> None:
     dist.destroy_process_group()
 
 
-def seconds(step: Step, repeats: int = 1, meet: Step = dist.barrier, takes_part: bool = True) -> Callable[[], float]:
+def seconds(
+    step: Step, repeats: int = 1, meet: Step = dist.barrier, takes_part: bool = True
+) -> Callable[[], float]:
     """A call that measures a step: the seconds of the slowest rank. Every rank calls it.
 
     Args:

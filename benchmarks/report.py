@@ -65,7 +65,8 @@ def html_table(shown: Table, kinds: Sequence[str] = ()) -> str:
     rows = ""
     for number, row in enumerate(shown.rows):
         cells = (
-            f'<td data-head="{escape(name)}">{escape(text)}</td>' for name, text in zip(shown.head, row, strict=True)
+            f'<td data-head="{escape(name)}">{escape(text)}</td>'
+            for name, text in zip(shown.head, row, strict=True)
         )
         rows += f'<tr class="{kinds[number] if kinds else ""}">{"".join(cells)}</tr>\n'
     caption = f"<caption>{escape(shown.title)}</caption>" if shown.title else ""
@@ -140,7 +141,9 @@ def without_peer(benchmark: Benchmark, found: Mapping[str, Any]) -> bool:
 def section(benchmark: Benchmark, found: Mapping[str, Any] | None) -> str:
     """One benchmark."""
     name = escape(benchmark.result)
-    text = f'<section id="{name}"><h2>{escape(benchmark.title or f"{benchmark.result}.json")}</h2>\n'
+    text = (
+        f'<section id="{name}"><h2>{escape(benchmark.title or f"{benchmark.result}.json")}</h2>\n'
+    )
     if benchmark in BENCHMARKS:
         text += f"<pre>{escape(benchmark.command)}</pre>\n"
     if found is None:

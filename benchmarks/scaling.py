@@ -145,7 +145,9 @@ def fitted(found: Mapping[str, Any], way: str) -> dict[str, float]:
     return asdict(link) | model.errors(points, link)
 
 
-def calculated(ranks: int, link: Link, compute: float, found: Mapping[str, Any]) -> dict[str, float]:
+def calculated(
+    ranks: int, link: Link, compute: float, found: Mapping[str, Any]
+) -> dict[str, float]:
     """Seconds of a step of each way with more ranks.
 
     Args:

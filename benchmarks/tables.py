@@ -19,7 +19,9 @@ class Table:
         """In aligned columns."""
         lines = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        cells = ((one.ljust(width) for one, width in zip(line, widths, strict=True)) for line in lines)
+        cells = (
+            (one.ljust(width) for one, width in zip(line, widths, strict=True)) for line in lines
+        )
         return "\n".join([self.title, *(f"  {'  '.join(line)}".rstrip() for line in cells)])
 
 
@@ -33,12 +35,15 @@ def numbers(value: Any) -> list[float]:
 def cell(value: Any) -> str:
     """A value as a table shows it; of more than four samples the median and the range."""
     samples = numbers(value)
-    shown = [f"{one:,.0f}" if abs(one) >= 1e5 else f"{one:.5g}" for one in samples]
     if len(samples) > 4:
         return f"{median(samples):.4g} ({min(samples):.4g} to {max(samples):.4g})"
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {cell(one)}" for name, one in value.items())
-    return ", ".join(shown) or ("-" if value in (None, []) else str(value))
+    if isinstance(value, list):
+        return "; ".join(map(cell, value)) or "-"
+    if samples:
+        return f"{value:,.0f}" if abs(value) >= 1e5 else f"{value:.5g}"
+    return "-" if value is None else str(value)
 
 
 def table(title: str, rows: Mapping[str, Any]) -> Table:

@@ -91,7 +91,9 @@ def allreduce(found: Found) -> Pictures:
         memory = median(chain(*of["memory"].values()))
         limits = {
             f"limit of memory, {memory / 1e9:.1f} GB/s per rank": (1 + 1 / w) / memory,
-            f"ring over plain TCP, {of['loopback'] / 1e9:.1f} GB/s": 2 * (1 - 1 / w) / of["loopback"],
+            f"ring over plain TCP, {of['loopback'] / 1e9:.1f} GB/s": 2
+            * (1 - 1 / w)
+            / of["loopback"],
         }
         ends = [int(size) for size in of["memory"]]
         for (name, per_byte), colour in zip(limits.items(), COLOURS[7:], strict=False):
@@ -134,7 +136,8 @@ def pipeline_memory(found: Found) -> Pictures:
     """Activations that the stages keep."""
     stages = [f"stage {number}, from {name}" for number, name in enumerate(found["stages"])]
     kept = {
-        name: dict(zip(stages, (one / 2**20 for one in held), strict=True)) for name, held in found["bytes"].items()
+        name: dict(zip(stages, (one / 2**20 for one in held), strict=True))
+        for name, held in found["bytes"].items()
     }
     notes = {name: f"first stage {held[stages[0]]:.0f}" for name, held in kept.items()}
     title = f"activations kept at most, batch {found['batch_size']} in 8 micro-batches"
