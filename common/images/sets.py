@@ -90,7 +90,7 @@ def image_folders(
 ) -> ImageSets:
     """The images of `directory/train` and `directory/val`.
 
-    Every rank calls this: all ranks together fill the cache.
+    Ranks that call this at the same time fill the cache together.
 
     Args:
         directory: the folder.

@@ -10,6 +10,7 @@ torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
                                                       # DataParallel in each of two nodes
 """
 
+import runpy
 from functools import partial
 
 import torch
@@ -20,7 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from common.data.samplers import Shard
-from common.launch.args import start
 from common.launch.collectives import all_reduce_mean
 from common.launch.device import choose_device
 from common.launch.place import Place
@@ -110,4 +110,4 @@ def train(args: Args, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "examples.bert_dp.train:main")
+    runpy.run_module("examples.bert_dp", run_name="__main__")

@@ -7,6 +7,8 @@ python -m examples.gan_ddp --multiprocessing-distributed             # one proce
 torchrun --nproc-per-node 2 -m examples.gan_ddp                      # started by torchrun
 """
 
+import runpy
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -17,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from common.data.idx import ImageData, image_data
 from common.data.samplers import GlobalBatchSampler
-from common.launch.args import start
 from common.launch.collectives import broadcast_buffers, broadcast_object
 from common.launch.device import choose_device
 from common.launch.place import Place
@@ -125,4 +126,4 @@ def evaluate(both: nn.ModuleDict, args: Args, epoch: int, data: ImageData) -> fl
 
 
 if __name__ == "__main__":
-    start(Args, "examples.gan_ddp.train:main")
+    runpy.run_module("examples.gan_ddp", run_name="__main__")

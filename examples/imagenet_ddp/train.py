@@ -12,6 +12,7 @@ The command lines of pytorch/examples `imagenet/main.py` work here, with GPUs or
     python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 1 DIR
 """
 
+import runpy
 from contextlib import nullcontext
 from functools import partial
 
@@ -22,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.images.loader import eval_loader, train_loader, warn_of_broken
 from common.images.sets import load_images
-from common.launch.args import start
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.record import record
@@ -118,4 +118,4 @@ def train(args: Args, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "examples.imagenet_ddp.train:main")
+    runpy.run_module("examples.imagenet_ddp", run_name="__main__")

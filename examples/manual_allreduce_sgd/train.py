@@ -11,6 +11,8 @@
 All algorithms, with any number of processes, train the same up to rounding.
 """
 
+import runpy
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,7 +21,6 @@ from torch.optim import SGD
 
 from common.data.idx import image_data
 from common.data.models import DigitNet
-from common.launch.args import start
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.record import record
@@ -103,4 +104,4 @@ def train(args: Args, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "examples.manual_allreduce_sgd.train:main")
+    runpy.run_module("examples.manual_allreduce_sgd", run_name="__main__")

@@ -11,6 +11,8 @@ replica only, the same steps written out in eight_steps.py, with one thread per 
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel
 """
 
+import runpy
+
 import torch
 import torch.distributed as dist
 from torch.nn import CrossEntropyLoss
@@ -21,7 +23,6 @@ from torch.utils.data import DataLoader
 from common.data.idx import image_data
 from common.data.models import DigitNet
 from common.data.samplers import GlobalBatchSampler
-from common.launch.args import start
 from common.launch.collectives import all_reduce_mean
 from common.launch.device import choose_device
 from common.launch.place import Place
@@ -126,4 +127,4 @@ def remember_engine(run: Run, name: str) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "examples.mnist_dataparallel.train:main")
+    runpy.run_module("examples.mnist_dataparallel", run_name="__main__")

@@ -1,13 +1,13 @@
 """mnist_ddp_spawn: data-parallel training, with every distributed step in this file.
 
-python -m examples.mnist_ddp_spawn                                 # a world of one
-python -m examples.mnist_ddp_spawn --nproc 2                       # two processes
-python -m examples.mnist_ddp_spawn --nproc 2 --dataset mnist       # MNIST, downloaded once
-python -m examples.mnist_ddp_spawn --multiprocessing-distributed   # one process per GPU
-torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn            # started by torchrun
+python -m examples.mnist_ddp_spawn                        # a world of one
+python -m examples.mnist_ddp_spawn --nproc 2              # two processes
+torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn   # started by torchrun
 python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
 python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
 """
+
+import runpy
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from common.data.idx import image_data
 from common.data.models import DigitNet
-from common.launch.args import start
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.record import record
-from common.launch.rendezvous import JOB
+from common.launch.rendezvous import JOB  # like env://, and names the ranks that do not come
 from common.launch.spawn import wait_for
 from common.train.ddp import warm_up_buckets
 from common.train.evaluate import evaluate
@@ -39,8 +38,7 @@ def main(place: Place, args: Args) -> None:
     if place.launched:
         main_worker(place.local_rank, place, args)
         return
-    # Like mp.spawn, which passes each process its local rank first. "forkserver": the processes
-    # are forked from one that has imported torch, and no CUDA context exists before the fork.
+    # Like mp.spawn, but forked from a server that has imported torch and has no CUDA context.
     nprocs, method = place.local_world_size, "forkserver"
     wait_for(mp.start_processes(main_worker, (place, args), nprocs, False, start_method=method))
 
@@ -50,7 +48,6 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job: rank = node * processes per node + local rank."""
     place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
     device, backend = choose_device(args.launch, local_rank)  # cuda and nccl, or cpu and gloo
-    # JOB works like env://, and names the ranks that do not come.
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
     train(args, device)
     dist.destroy_process_group()
@@ -63,8 +60,7 @@ def train(args: Args, device: torch.device) -> None:
     data = image_data(args.dataset, args.data_dir)
     epochs = args.epochs or (20 if args.dataset == "digits" else 1)
     with Run(args, device, data, settings={"epochs": epochs}) as run:
-        # Rank r gets positions r, r + W, r + 2W, ... of one permutation (see sampler.py).
-        sampler = DistributedSampler(data.train, seed=args.seed)
+        sampler = DistributedSampler(data.train, seed=args.seed)  # rank r: r, r + W, r + 2W, ...
         loader = DataLoader(
             data.train,
             args.batch_size // world_size,
@@ -93,8 +89,7 @@ def train(args: Args, device: torch.device) -> None:
         for epoch in run.epochs(epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
             for images, labels in run.steps(loader):  # [B, 1, H, W], [B]
-                # The last batch may be smaller, and the sampler pads it with repeated samples, at
-                # the end, because DDP needs all ranks in every step.
+                # DDP needs all ranks in every step: the sampler pads the epoch's last batch.
                 batch_samples, local_samples = run.batch_share()
                 labels[local_samples:] = PADDING
                 images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
@@ -115,4 +110,4 @@ def train(args: Args, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "examples.mnist_ddp_spawn.train:main")
+    runpy.run_module("examples.mnist_ddp_spawn", run_name="__main__")

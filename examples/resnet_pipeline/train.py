@@ -14,12 +14,13 @@ torch` runs torch.distributed.pipelining.
     torchrun --nproc-per-node 2 -m examples.resnet_pipeline              # started by torchrun
 """
 
+import runpy
+
 import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
-from common.launch.args import start
 from common.launch.collectives import gather_objects
 from common.launch.device import choose_device
 from common.launch.place import Place
@@ -116,4 +117,4 @@ def train(args: Args, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "examples.resnet_pipeline.train:main")
+    runpy.run_module("examples.resnet_pipeline", run_name="__main__")

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m examples.your_model            # started by torch
 python -m examples.your_model.language_model --nproc 2        # the same frame, another task
 """
 
+import runpy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from common.data.samplers import Shard
-from common.launch.args import start
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.record import record
@@ -141,4 +141,4 @@ def train(args: Args, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "examples.your_model.train:main")
+    runpy.run_module("examples.your_model", run_name="__main__")

@@ -1,0 +1,22 @@
+"""What says "every rank calls this" communicates, and is tried: see every_rank.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.common.every_rank import CALLS
+from tests.conftest import Programs
+from tests.lint.test_rules import communicating
+
+PROGRAMS = {"_muster", "launch", "main"}  # the meeting itself, and functions that start processes
+
+
+def test_whatever_communicates_is_tried() -> None:
+    assert set(CALLS) == communicating() - PROGRAMS
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_that_calls_alone_waits(programs: Programs, tmp_path: Path) -> None:
+    found = json.loads(programs.run("-m", "tests.common.every_rank", tmp_path, limit=500, cold=True).stdout)
+    assert found == {name: ["returned", "waits"] for name in CALLS}
