@@ -98,7 +98,7 @@ class Ways:
         """A model and its optimizer."""
         torch.manual_seed(0)
         amp = MixedPrecision(Precision("fp32"), self.device)
-        net = Net(amp.prepare(DigitNet(28)), nn.CrossEntropyLoss(reduction="sum"), amp)
+        net = Net(amp.move(DigitNet(28)), nn.CrossEntropyLoss(reduction="sum"), amp)
         return net, SGD(net.parameters(), 0.01, momentum=0.9)
 
     def with_engine(

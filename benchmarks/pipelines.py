@@ -133,7 +133,7 @@ class Pipelines:
             count: micro-batches.
             amp: precision and memory layout.
         """
-        amp.prepare(model)
+        amp.move(model)
         images, samples = amp.to_device(self.images), len(self.labels)
         sgd, sizes = SGD(model.parameters(), 0.01, 0.9), micro_batch_sizes(samples, count)
 

@@ -54,13 +54,14 @@ class MixedPrecision:
         """A context in which matrix products and convolutions run in the chosen precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.name == "bf16")
 
-    def prepare(self, model: Module) -> Module:
+    def move(self, model: Module) -> Module:
         """Move a model to the device, in the chosen memory layout."""
         model = model.to(self.device)
         return model.to(memory_format=torch.channels_last) if self.channels_last else model
 
-    def compiled(self, model: Module) -> Module:
-        """The model through torch.compile, if that was asked for."""
+    def prepare(self, model: Module) -> Module:
+        """A model on the device, in the memory layout and through the compiler of the flags."""
+        model = self.move(model)
         return cast("Module", torch.compile(model)) if self.compile else model
 
     def to_device(self, images: Tensor) -> Tensor:

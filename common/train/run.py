@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,6 @@ from common.train.stop import Stop
 from common.train.summary import greet, show_evaluation, write_result
 from common.train.weights import save_model
 
-Module = TypeVar("Module", bound=nn.Module)
-
 
 class Run:
     """Surrounds a training loop; a context manager. Every rank makes one and calls its methods.
@@ -47,7 +45,8 @@ class Run:
             `data.identity`, if there is one, is compared on resuming.
         options: see `Options`.
 
-    `print0`, `warn` and `scalars` are those of `Log`, `autocast` is that of `MixedPrecision`.
+    `print0`, `warn` and `scalars` are those of `Log`, `autocast` and `prepare` those of
+    `MixedPrecision`.
 
     Raises:
         UserError: the folder cannot be written; the ranks disagree on the precision, or do not
@@ -61,7 +60,7 @@ class Run:
         self.shard = self.options.shard or (dist.get_rank(), dist.get_world_size())
         self.state = TrainState()
         self.amp = MixedPrecision(args.amp, device)
-        self.autocast = self.amp.autocast
+        self.autocast, self.prepare = self.amp.autocast, self.amp.prepare
         self.config = dict(fixed_flags(args)) | getattr(data, "identity", {})
         self.config |= dict(self.options.settings) | self.amp.settings
         self.num_epochs = 0
@@ -87,10 +86,6 @@ class Run:
             self._surroundings.__exit__(kind, error, trace)
         finally:
             self._log.close(error)
-
-    def prepare(self, model: Module) -> Module:
-        """A model on the device, in the memory layout and through the compiler of the flags."""
-        return self.amp.compiled(self.amp.prepare(model))
 
     def resume(
         self, *, before_save: Callable[[], object] = lambda: None, **parts: Stateful
@@ -211,7 +206,7 @@ class Run:
             UserError: the model diverged; nothing of it is saved.
         """
         state, before = self.state, self.state.best.get(best, math.nan)
-        self.evaluated(self.label, evaluation, names)
+        show_evaluation(self, self.label, evaluation, names)
         value = state.metrics[best]
         if math.isnan(before) or (value < before if smaller_is_better else value > before):
             state.best = {best: value}
@@ -220,15 +215,6 @@ class Run:
                 (save_best or partial(save_model, self.args.out / "best.safetensors", model))()
         state.epoch, state.batch = state.epoch + 1, 0
         self._save()
-
-    def evaluated(
-        self, label: str, evaluation: Evaluation | Mapping[str, float], names: Sequence[str] = ()
-    ) -> None:
-        """Show and record an evaluation, and write predictions.csv; see `end_epoch`."""
-        seconds = self.meters.evaluated()
-        self.state.metrics = show_evaluation(
-            self._log, label, self.state.step, evaluation, seconds, names
-        )
 
     def finish(self, *, parameter_hash: str = "", **facts: Any) -> None:
         """Check that all replicas are equal, and write what came out. Every rank calls this.
@@ -245,4 +231,4 @@ class Run:
         if dist.get_rank() == 0:
             best = {f"best_{name}": value for name, value in self.state.best.items()}
             metrics = {"metrics": self.state.metrics | best, "parameter_hash": parameter_hash}
-            write_result(self._log, self, metrics | facts)
+            write_result(self, metrics | facts)

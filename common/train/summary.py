@@ -18,7 +18,7 @@ from common.launch.errors import UserError
 from common.launch.place import current
 from common.train.evaluate import Evaluation
 from common.train.files import write_atomically, writing
-from common.train.log import Log, Point
+from common.train.log import Point
 
 if TYPE_CHECKING:
     from common.train.run import Run
@@ -68,29 +68,20 @@ def greet(run: "Run") -> None:
 
 
 def show_evaluation(
-    log: Log,
-    label: str,
-    step: int,
-    evaluation: Evaluation | Mapping[str, float],
-    seconds: float,
-    names: Sequence[str],
-) -> dict[str, Any]:
+    run: "Run", label: str, evaluation: Evaluation | Mapping[str, float], names: Sequence[str] = ()
+) -> None:
     """Print and record an evaluation, and write predictions.csv.
 
     Args:
-        log: of the run.
+        run: whose `state.metrics` become those of the evaluation.
         label: what was evaluated: the epoch.
-        step: optimizer steps so far.
         evaluation: with predictions, or metrics only.
-        seconds: since the last one.
         names: of the test samples, if they have names.
-
-    Returns:
-        The metrics.
 
     Raises:
         UserError: the model diverged.
     """
+    log, step, seconds = run.meters.log, run.state.step, run.meters.evaluated()
     metrics, loss = evaluation, {}
     if isinstance(evaluation, Evaluation):
         metrics, loss = evaluation.metrics, {"loss": evaluation.loss}
@@ -108,7 +99,7 @@ def show_evaluation(
     log.scalars(step, curves | {f"test/{name}": value for name, value in known.items()})
     log.write_lines()
     log.write_events()
-    return dict(metrics)
+    run.state.metrics = dict(metrics)
 
 
 def write_predictions(path: Path, evaluation: Evaluation, names: Sequence[str] = ()) -> None:
@@ -130,11 +121,10 @@ def write_predictions(path: Path, evaluation: Evaluation, names: Sequence[str] =
         rows.writerows(zip(*columns, strict=True))
 
 
-def write_result(log: Log, run: "Run", facts: Mapping[str, Any]) -> None:
+def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
     """Write result.json and curves.png, and print the summary. Rank 0 calls this.
 
     Args:
-        log: of the run.
         run: the run.
         facts: `metrics`, `parameter_hash`, and what else the program says.
 
@@ -142,6 +132,7 @@ def write_result(log: Log, run: "Run", facts: Mapping[str, Any]) -> None:
         UserError: the disk is full, for example.
     """
     place, meters, world_size = current(), run.meters, dist.get_world_size()
+    log = meters.log
     losses = [values["loss/train"] for _, values in log.points if "loss/train" in values]
     total = time.time() - place.started
     result = {

@@ -111,7 +111,7 @@ def probabilities(
             f"and lose their ends"
         )
     amp = MixedPrecision(args.amp, device)
-    model: nn.Module = amp.prepare(Classifier(bert, amp.autocast)).eval()
+    model: nn.Module = amp.move(Classifier(bert, amp.autocast)).eval()
     if devices := local_devices(args.launch, device):
         model = nn.DataParallel(model, devices)
     shard = Shard(len(data))

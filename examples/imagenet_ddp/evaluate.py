@@ -10,6 +10,7 @@ from common.train.checks import check_replicas
 from common.train.evaluate import evaluate
 from common.train.loader import local_batch
 from common.train.run import Run
+from common.train.summary import show_evaluation
 from common.train.weights import load_model
 from examples.imagenet_ddp.args import Args
 from examples.imagenet_ddp.recipe import build_model
@@ -27,8 +28,8 @@ def evaluate_only(args: Args, device: torch.device) -> None:
         batch_size = 2 * local_batch(args.global_batch)  # no gradients: twice that of training fits
         loader = eval_loader(data.val, batch_size, run.amp, args.images.workers)
         network = build_model(args.recipe, len(data.classes), data.size, device, training=False)
-        model = run.amp.prepare(network)
+        model = run.amp.move(network)
         weights = load_model(args.resume, args.out, model)
         evaluation = evaluate(model, loader, len(data.classes), run.autocast)
-        run.evaluated(f"evaluation of {weights}", evaluation, data.val.names)
+        show_evaluation(run, f"evaluation of {weights}", evaluation, data.val.names)
         run.finish(parameter_hash=check_replicas(model), skipped_images=warn_of_broken(run, loader))

@@ -23,7 +23,7 @@ from common.data.models import DigitNet
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.record import record
-from common.launch.rendezvous import JOB  # like env://, and names the ranks that do not come
+from common.launch.rendezvous import JOB
 from common.launch.spawn import wait_for
 from common.train.ddp import warm_up_buckets
 from common.train.evaluate import evaluate
@@ -48,6 +48,7 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job: rank = node * processes per node + local rank."""
     place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
     device, backend = choose_device(args.launch, local_rank)  # cuda and nccl, or cpu and gloo
+    # JOB works like env://, and names the ranks that do not come.
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
     train(args, device)
     dist.destroy_process_group()

@@ -85,7 +85,7 @@ def build_local_stages(
             "warning: --norm frozen without --weights: there are no statistics yet, "
             "nothing is normalised"
         )
-    sample = amp.prepare(build(args.arch, classes, args.norm))
+    sample = amp.move(build(args.arch, classes, args.norm))
     micro_batch = images[: micro_batch_sizes(len(images), args.micro_batches)[0]]
     partition = make_partition(sample, micro_batch, amp, len(owners), args.balance, args.cuts)
     del sample
@@ -98,7 +98,7 @@ def build_local_stages(
     for index, part in enumerate(partition.ranges):
         if owners[index] == grid.pp_rank:
             stage = Stage(row[part.start : part.stop], amp, amp.compile, args.recompute)
-            stages[index] = amp.prepare(stage).train()
+            stages[index] = amp.move(stage).train()
     with torch.device("meta"):
         full_model = build(args.arch, classes, args.norm)
     return LocalStages(partition, owners, stages, full_model)

@@ -109,7 +109,7 @@ def reference(
     """
     images, labels = samples()
     torch.manual_seed(7)
-    model = amp.prepare(narrow(arch, CLASSES, norm)).train()
+    model = amp.move(narrow(arch, CLASSES, norm)).train()
     sgd = optimizer(list(model.parameters()))
     running = {name: buffer for name, buffer in model.named_buffers() if "running" in name}
     losses = []

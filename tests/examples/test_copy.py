@@ -94,6 +94,7 @@ COPIES = {
             ("examples.resnet_pipeline.evaluate import", "common.train.evaluate import"),
             ("examples.resnet_pipeline.images import", "common.images.sets import"),
             ("stage.amp.channels_last", "False"),
+            ("amp.move(", "amp.prepare("),
             ("amp.compile,", "False,"),
             ("evaluate(local, grid, test_batches, len(data.classes))", "{}"),
         ),
@@ -229,11 +230,8 @@ MEDDLING = {
     "log": ("self.meters.loss(loss)", "self.meters.loss(loss.data.mul_(2))"),
     "steps": ("yield batch", "yield [batch[0] * 1.01, *batch[1:]]"),
     "batch_share": ("return self._batch_samples, local", "return 2 * self._batch_samples, local"),
-    "autocast": ("self.autocast = self.amp.autocast", "self.autocast = lambda: torch.autocast('cpu', torch.bfloat16)"),
-    "prepare": (
-        "return self.amp.compiled(",
-        "torch.manual_seed(1); [p.data.mul_(1.01) for p in model.parameters()]; return self.amp.compiled(",
-    ),
+    "autocast": ("= self.amp.autocast, self", "= (lambda: torch.autocast('cpu', torch.bfloat16)), self"),
+    "prepare": ("self.amp.prepare\n", "lambda model: self.amp.prepare(nn.Sequential(model, nn.Hardtanh()))\n"),
 }
 
 
