@@ -15,6 +15,13 @@ TINY = (
     "nn.Sequential(nn.Conv2d(3, 8, 5, 4), nn.GroupNorm(1, 8), nn.GELU(), nn.Conv2d(8, 16, 3, 2), nn.GroupNorm(1, 16), "
     "nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, classes))"
 )
+SMALL_RESNET = (  # two of four layers: checkpoints of 8 in place of 140 MB
+    "examples/resnet_pipeline/model.py",
+    "    return model\n",
+    "    model.layer3, model.layer4 = (nn.Sequential(nn.GELU(), nn.GELU()) for _ in range(2))\n"
+    "    model.fc = nn.Linear(128, classes)\n"
+    "    return model\n",
+)
 Result = dict[str, Any]
 Eventually = Callable[[Callable[[], object], float, str], None]
 

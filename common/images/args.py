@@ -25,7 +25,7 @@ class ImageArgs:
     workers: Annotated[int | None, arg(aliases=["-j"], metavar="N"), MAY_CHANGE] = None
     """Loader processes per rank (default: from the cores)."""
     cache: Annotated[Path | None, arg(metavar="FOLDER"), MAY_CHANGE] = None
-    """Keep decoded pixels there (six times the size of the JPEGs), for this and other runs."""
+    """Keep decoded pixels there (several times the size of the JPEGs), for this and other runs."""
     skip_broken: Annotated[bool, MAY_CHANGE] = False
     """Replace a broken image by the next one, and count it, instead of ending the run."""
     dummy: bool = False

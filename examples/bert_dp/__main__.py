@@ -1,4 +1,4 @@
-"""python -m examples.bert_dp: flags are checked before torch is imported."""
+"""`python -m examples.bert_dp`: flags are checked before torch is imported."""
 
 from common.launch.args import start
 from examples.bert_dp.args import Args

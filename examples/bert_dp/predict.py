@@ -1,9 +1,11 @@
 """bert_dp: what a trained model says about a sentence, or about every row of a csv file.
 
-python -m examples.bert_dp.predict --text "房间干净，服务热情，下次还来。"
-python -m examples.bert_dp.predict --text "又脏又吵，再也不来了。" --pipeline
-python -m examples.bert_dp.predict --csv reviews.csv --out predictions.csv   # in order
-torchrun --nproc-per-node 2 -m examples.bert_dp.predict --csv reviews.csv    # by two processes
+    python -m examples.bert_dp.predict --text "房间干净，服务热情，下次还来。"
+    python -m examples.bert_dp.predict --text "又脏又吵，再也不来了。" --pipeline
+    python -m examples.bert_dp.predict --csv reviews.csv --out predictions.csv   # in order
+    torchrun --nproc-per-node 2 -m examples.bert_dp.predict --csv reviews.csv    # by two processes
+
+The model is that of --model, by default the one that `examples.bert_dp` has trained.
 """
 
 from pathlib import Path

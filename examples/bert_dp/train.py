@@ -1,13 +1,15 @@
 """bert_dp: sentiment of Chinese hotel reviews with `nn.DataParallel`, the loop written out.
 
-python -m examples.bert_dp                                        # the shipped reviews, seconds
-python -m examples.bert_dp --csv ChnSentiCorp_htl_all.csv         # columns: label, review
-python -m examples.bert_dp --csv FILE --vocab vocab.txt           # a real BERT's vocabulary
-python -m examples.bert_dp --csv FILE --model bert-base-chinese   # fine-tune a local folder
-CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp               # DataParallel over these two
-torchrun --nproc-per-node 2 -m examples.bert_dp                   # one device per process
-torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
+    python -m examples.bert_dp                                        # the shipped reviews, seconds
+    python -m examples.bert_dp --csv ChnSentiCorp_htl_all.csv         # columns: label, review
+    python -m examples.bert_dp --csv FILE --vocab vocab.txt           # a real BERT's vocabulary
+    python -m examples.bert_dp --csv FILE --model bert-base-chinese   # fine-tune a local folder
+    CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp               # DataParallel over these two
+    torchrun --nproc-per-node 2 -m examples.bert_dp                   # one device per process
+    torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
                                                       # DataParallel in each of two nodes
+
+With any number of devices and processes, the training is the same up to rounding.
 """
 
 import runpy
@@ -69,7 +71,7 @@ def train(args: Args, device: torch.device) -> None:
         devices = local_devices(args.launch, device)
         parallel = nn.DataParallel(model, devices) if devices else model
         used = ", ".join(f"cuda:{number}" for number in devices)
-        run.print0(f"DataParallel over {used or 'one device, the CPU: the model as it is'}")
+        run.print0(f"DataParallel over {used}" if devices else "no DataParallel: one device")
 
         sampler = LengthSampler(data.train.lengths, args.batch_size, args.seed)
         loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=tuple)

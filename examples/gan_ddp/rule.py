@@ -5,9 +5,11 @@ So a wrapped network does one forward and one backward per iteration, on everyth
 see.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from examples.gan_ddp.args import Violation
 
@@ -23,7 +25,11 @@ def loss_sum(real: Tensor, fake: Tensor) -> Tensor:
 
 
 def discriminator_backward(
-    violation: Violation, discriminator_ddp: nn.Module, reals: Tensor, fakes: Tensor, scale: float
+    violation: Violation,
+    judge: Callable[[Tensor], Tensor],
+    reals: Tensor,
+    fakes: Tensor,
+    scale: float,
 ) -> Tensor:
     """Compute the discriminator's gradients. Every rank calls this.
 
@@ -35,7 +41,7 @@ def discriminator_backward(
             two-passes, each a forward and a backward: correct, but all gradients are sent twice;
             two-backwards after two forwards: the gradients of the second are not averaged, and
             DDP does not report it.
-        discriminator_ddp: the discriminator in DDP.
+        judge: the forward of the discriminator in DDP; returns logits, float32.
         reals: [N, 1, H, W], from -1 to 1.
         fakes: [M, 1, H, W], without gradient.
         scale: factor of the sum of the losses.
@@ -44,19 +50,19 @@ def discriminator_backward(
         `scale` times the sum of the losses, a scalar without gradient.
     """
     if violation == "no":
-        logits = discriminator_ddp(torch.cat([reals, fakes])).float()  # [N + M]
+        logits = judge(torch.cat([reals, fakes]))  # [N + M]
         real, fake = logits.split([len(reals), len(fakes)])
         loss = loss_sum(real, fake) * scale
         loss.backward()
         return loss.detach()
     none = reals.new_zeros(0)
     if violation == "two-passes":
-        first = loss_sum(discriminator_ddp(reals).float(), none) * scale
+        first = loss_sum(judge(reals), none) * scale
         first.backward()
-        second = loss_sum(none, discriminator_ddp(fakes).float()) * scale
+        second = loss_sum(none, judge(fakes)) * scale
         second.backward()
         return (first + second).detach()
-    real, fake = discriminator_ddp(reals).float(), discriminator_ddp(fakes).float()
+    real, fake = judge(reals), judge(fakes)
     first, second = loss_sum(real, none) * scale, loss_sum(none, fake) * scale
     if violation == "two-forwards":
         (first + second).backward()

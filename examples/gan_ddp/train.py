@@ -1,10 +1,12 @@
 """gan_ddp: a GAN under DDP: one forward and one backward per network and iteration.
 
-python -m examples.gan_ddp                                           # a world of one
-python -m examples.gan_ddp --nproc 2                                 # two processes
-python -m examples.gan_ddp --nproc 2 --break-the-rule two-backwards  # ranks drift apart: fails
-python -m examples.gan_ddp --multiprocessing-distributed             # one process per GPU
-torchrun --nproc-per-node 2 -m examples.gan_ddp                      # started by torchrun
+    python -m examples.gan_ddp                                           # a world of one
+    python -m examples.gan_ddp --nproc 2                                 # two processes
+    python -m examples.gan_ddp --nproc 2 --break-the-rule two-backwards  # ranks drift apart: fails
+    python -m examples.gan_ddp --multiprocessing-distributed             # one process per GPU
+    torchrun --nproc-per-node 2 -m examples.gan_ddp                      # started by torchrun
+
+With any number of processes, the training is the same up to rounding.
 """
 
 import runpy
@@ -12,7 +14,7 @@ import runpy
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam
 from torch.utils.data import DataLoader
@@ -76,6 +78,10 @@ def train(args: Args, device: torch.device) -> None:
         warm_up_buckets(generator_ddp)  # a resumed run then adds gradients in the same order
         warm_up_buckets(discriminator_ddp)
 
+        def judge(images: Tensor) -> Tensor:  # [B, 1, H, W] to logits [B]
+            with run.autocast():
+                return discriminator_ddp(images).float()
+
         for epoch in run.epochs(args.epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
             for pixels, _ in run.steps(loader):  # [B, 1, H, W], bytes
@@ -87,16 +93,18 @@ def train(args: Args, device: torch.device) -> None:
                 scale = world_size / batch_samples
                 with run.autocast():
                     fakes = generator_ddp(latent[rank::world_size].to(device)).float()
-                    discriminator_optimizer.zero_grad()
-                    loss = discriminator_backward(
-                        args.break_the_rule, discriminator_ddp, reals, fakes.detach(), scale
-                    )
-                    discriminator_optimizer.step()
-                    # The generator's loss goes through the bare discriminator: DDP's has had its
-                    # turn, and would send gradients that nobody uses. Frozen, it computes none.
-                    discriminator.requires_grad_(False)
-                    fooled = F.softplus(-discriminator(fakes).float()).sum() * scale
-                    discriminator.requires_grad_(True)
+                discriminator_optimizer.zero_grad()
+                loss = discriminator_backward(
+                    args.break_the_rule, judge, reals, fakes.detach(), scale
+                )
+                discriminator_optimizer.step()
+                # The generator's loss goes through the bare discriminator: DDP's has had its
+                # turn, and would send gradients that nobody uses. Frozen, it computes none.
+                discriminator.requires_grad_(False)
+                with run.autocast():
+                    logits = discriminator(fakes).float()
+                discriminator.requires_grad_(True)
+                fooled = F.softplus(-logits).sum() * scale
                 generator_optimizer.zero_grad()
                 fooled.backward()  # the generator's one backward, after its one forward above
                 generator_optimizer.step()

@@ -80,10 +80,12 @@ def train(args: Args, device: torch.device) -> None:
         optimizer = make_optimizer(recipe, model, batch_size)
         scheduler = make_scheduler(recipe, optimizer, len(loader), epochs)
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=recipe.label_smoothing)
-        name_broken = partial(warn_of_broken, run, loader, test_loader)
+        report_broken = partial(warn_of_broken, run, loader, test_loader)
         run.state.epoch = recipe.start_epoch
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        run.resume(before_save=name_broken, **parts, **({"ema": ema} if ema else {}))
+        if ema:
+            parts["ema"] = ema
+        run.resume(before_save=report_broken, **parts)
         smallest = torch.zeros(loader.batch_sampler.smallest(micro_batch), 3, data.size, data.size)
         with run.autocast():
             check_smallest_batch(network, run.amp.to_device(smallest))
@@ -96,13 +98,13 @@ def train(args: Args, device: torch.device) -> None:
                 labels[local_samples:] = PADDING
                 optimizer.zero_grad()
                 loss = torch.zeros((), device=device)
-                for first in range(0, len(labels), micro_batch):
-                    last = first + micro_batch >= len(labels)
+                for start in range(0, len(labels), micro_batch):
+                    is_last = start + micro_batch >= len(labels)
                     # Gradients add up here; DDP averages them in the last backward only.
-                    with nullcontext() if last else model.no_sync():
+                    with nullcontext() if is_last else model.no_sync():
                         with run.autocast():
-                            logits = model(images[first : first + micro_batch]).float()
-                        loss_sum = criterion(logits, labels[first : first + micro_batch])
+                            logits = model(images[start : start + micro_batch]).float()
+                        loss_sum = criterion(logits, labels[start : start + micro_batch])
                         # The average over the ranks is the mean over the global batch.
                         micro_loss = loss_sum * world_size / batch_samples
                         micro_loss.backward()
@@ -114,7 +116,7 @@ def train(args: Args, device: torch.device) -> None:
                 run.log(loss)
             evaluation = evaluate(eval_model, test_loader, len(data.classes), run.autocast)
             run.end_epoch(evaluation, model=eval_model, names=data.val.names)
-        run.finish(parameter_hash=check_replicas(eval_model), skipped_images=name_broken())
+        run.finish(parameter_hash=check_replicas(eval_model), skipped_images=report_broken())
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def train(args: Args, device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)
     data = image_data(args.dataset, args.data_dir)
-    with Run(args, device, data) as run:
+    with Run(args, device, data, what=f"{args.algorithm}, {data}") as run:
         model = run.prepare(DigitNet(data.size, data.classes))
         broadcast_parameters(model)  # the ranks start from the same model, whatever they drew
         wire = torch.bfloat16 if args.compress == "bf16" else torch.float32
@@ -91,8 +91,8 @@ def train(args: Args, device: torch.device) -> None:
                 batch_samples, _ = run.batch_share()
                 loss = loss_sum * world_size / batch_samples
                 optimizer.zero_grad()
-                loss.backward()
-                gradients.average()  # the subject of this example: all other lines are plain SGD
+                loss.backward()  # hooks of the bucketed algorithms send gradients meanwhile
+                gradients.average()  # by the chosen algorithm: the subject of this example
                 optimizer.step()
                 run.log(loss)
                 epoch_loss += loss_sum.detach()

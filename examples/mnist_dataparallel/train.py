@@ -101,8 +101,9 @@ def train(args: Args, devices: list[torch.device]) -> None:
                 batch_samples, local_samples = run.batch_share()
                 images, labels = images[:local_samples], labels[:local_samples]
                 explanation.begin()
-                # Sums over the chunks, whatever their sizes, then averaged over the W processes:
-                # W / batch_samples makes it the mean over the global batch.
+                # Scatter, replicate, forward, gather, loss, backward, reduce: see eight_steps.py.
+                # Sums over the chunks, whatever their sizes, are then averaged over the processes:
+                # this factor makes that the mean over the global batch.
                 loss = parallel.gradients(images, labels, world_size / batch_samples)  # steps 1-7
                 all_reduce_mean(parameter.grad for parameter in model.parameters())
                 explanation.did(7, f"and averaged over {world_size} process(es)")

@@ -1,7 +1,9 @@
 """Which rank gets which sample, in which epoch, and how predictions return to dataset order.
 
-python -m examples.mnist_ddp_spawn.sampler              # 3 processes, 10 samples
-python -m examples.mnist_ddp_spawn.sampler --nproc 2 --samples 7
+    python -m examples.mnist_ddp_spawn.sampler              # 3 processes, 10 samples
+    python -m examples.mnist_ddp_spawn.sampler --nproc 2 --samples 7
+
+Every process prints its part.
 """
 
 from dataclasses import dataclass

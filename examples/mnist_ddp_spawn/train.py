@@ -1,10 +1,12 @@
 """mnist_ddp_spawn: data-parallel training, with every distributed step in this file.
 
-python -m examples.mnist_ddp_spawn                        # a world of one
-python -m examples.mnist_ddp_spawn --nproc 2              # two processes
-torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn   # started by torchrun
-python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
-python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
+    python -m examples.mnist_ddp_spawn                        # a world of one
+    python -m examples.mnist_ddp_spawn --nproc 2              # two processes
+    torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn   # started by torchrun
+    python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
+    python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
+
+With any number of processes, the training is the same up to rounding.
 """
 
 import runpy
@@ -34,20 +36,22 @@ PADDING = -100  # a label that cross_entropy ignores
 
 
 def main(place: Place, args: Args) -> None:
-    """Spawn this node's processes, unless torchrun or srun has started them already."""
+    """Spawn this node's processes, unless a launcher has started them or there is only one."""
     if place.launched:
         main_worker(place.local_rank, place, args)
         return
-    # Like mp.spawn, but forked from a server that has imported torch and has no CUDA context.
-    nprocs, method = place.local_world_size, "forkserver"
-    wait_for(mp.start_processes(main_worker, (place, args), nprocs, False, start_method=method))
+    # mp.spawn would import torch anew in each process; these are forked from one that has.
+    nprocs, server = place.local_world_size, "forkserver"
+    wait_for(
+        mp.start_processes(main_worker, (place, args), nprocs, join=False, start_method=server)
+    )
 
 
 @record  # one line per error and job, a clean stop on SIGTERM; torch's own `record` works, too
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job: rank = node * processes per node + local rank."""
     place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
-    device, backend = choose_device(args.launch, local_rank)  # cuda and nccl, or cpu and gloo
+    device, backend = choose_device(args.launch, local_rank)  # "cpu:gloo,cuda:nccl", or "gloo"
     # JOB works like env://, and names the ranks that do not come.
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
     train(args, device)
@@ -57,8 +61,8 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
 def train(args: Args, device: torch.device) -> None:
     """Train and evaluate; every rank runs this with its own share of the data."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed + rank)  # dropout differs; DDP sends rank 0's parameters to all
-    data = image_data(args.dataset, args.data_dir)
+    torch.manual_seed(args.seed + rank)  # any dropout differs; DDP sends rank 0's parameters to all
+    data = image_data(args.dataset, args.data_dir)  # local rank 0 downloads; the others wait
     epochs = args.epochs or (20 if args.dataset == "digits" else 1)
     with Run(args, device, data, settings={"epochs": epochs}) as run:
         sampler = DistributedSampler(data.train, seed=args.seed)  # rank r: r, r + W, r + 2W, ...
@@ -67,7 +71,7 @@ def train(args: Args, device: torch.device) -> None:
             args.batch_size // world_size,
             sampler=sampler,
             num_workers=args.workers,
-            collate_fn=data.normalise,
+            collate_fn=data.normalise,  # of a whole batch: data.train returns batches at once
             pin_memory=device.type == "cuda",
         )
         model = DDP(
@@ -84,12 +88,12 @@ def train(args: Args, device: torch.device) -> None:
             nesterov=args.momentum > 0,
         )
         scheduler = OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
-        run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
+        run.resume(model=model, optimizer=optimizer, scheduler=scheduler)  # with --resume
         warm_up_buckets(model)  # a resumed run then adds gradients in the same order
 
         for epoch in run.epochs(epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            for images, labels in run.steps(loader):  # [B, 1, H, W], [B]
+            for images, labels in run.steps(loader):  # [B, 1, H, W], [B]; run keeps the indices
                 # DDP needs all ranks in every step: the sampler pads the epoch's last batch.
                 batch_samples, local_samples = run.batch_share()
                 labels[local_samples:] = PADDING
@@ -105,8 +109,10 @@ def train(args: Args, device: torch.device) -> None:
                 loss.backward()  # DDP all-reduces full buckets while backward computes the others
                 optimizer.step()
                 scheduler.step()
-                run.log(loss)
-            run.end_epoch(evaluate(model, data.eval_loader(), data.classes, run.autocast))
+                run.log(loss)  # kept on the device; one all_reduce per epoch averages them
+            # Each rank evaluates its shard; all_gather puts the predictions back in order.
+            evaluation = evaluate(model.module, data.eval_loader(), data.classes, run.autocast)
+            run.end_epoch(evaluation)  # rank 0 writes the checkpoint and the files
         run.finish()
 
 

@@ -1,4 +1,4 @@
-"""python -m examples.resnet_pipeline: flags are checked before torch is imported."""
+"""`python -m examples.resnet_pipeline`: flags are checked before torch is imported."""
 
 from common.launch.args import start
 from examples.resnet_pipeline.args import Args

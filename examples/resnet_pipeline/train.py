@@ -95,15 +95,15 @@ def train(args: Args, device: torch.device) -> None:
                 batch_samples, local_samples = run.batch_share()
                 labels[local_samples:] = PADDING  # so that all replicas get equally many
                 timeline.begin()
-                # Divided by the average share: the mean over the replicas is the mean over the
-                # global batch.
+                # batch_samples / D is a replica's share on average: dividing by it makes the mean
+                # over the D replicas the mean over the global batch.
                 sizes = micro_batch_sizes(len(labels), flags.micro_batches)
                 loss = pipeline.step(images, labels, sizes, batch_samples / grid.dp_size)
                 average_over_replicas(local.modules, grid)
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-                run.log(loss * grid.pp_size)  # of a pipeline's processes, one has the loss
+                run.log(loss * grid.pp_size)  # only the last stage's process has it
             full.gather()
             evaluation = evaluate(local, grid, test_batches, len(data.classes))
             run.end_epoch(evaluation, model=full.model.module, names=data.val.names)

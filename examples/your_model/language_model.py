@@ -1,8 +1,8 @@
 """your_model.language_model: the template with its four places changed: it learns to write.
 
-python -m examples.your_model.language_model                  # a world of one
-python -m examples.your_model.language_model --nproc 2        # two processes
-diff examples/your_model/train.py examples/your_model/language_model.py    # what changes
+    python -m examples.your_model.language_model                  # a world of one
+    python -m examples.your_model.language_model --nproc 2        # two processes
+    diff examples/your_model/train.py examples/your_model/language_model.py   # what changes
 
 A small transformer predicts each next character of the language reference that Python brings along
 (`help("import")` prints from it).

@@ -1,10 +1,12 @@
 """your_model: a template for your own training; four marked places change, the rest can stay.
 
-python -m examples.your_model                                 # a world of one
-python -m examples.your_model --nproc 2                       # two processes
-python -m examples.your_model --multiprocessing-distributed   # one process per GPU
-torchrun --nproc-per-node 2 -m examples.your_model            # started by torchrun
-python -m examples.your_model.language_model --nproc 2        # the same frame, another task
+    python -m examples.your_model                                 # a world of one
+    python -m examples.your_model --nproc 2                       # two processes
+    python -m examples.your_model --multiprocessing-distributed   # one process per GPU
+    torchrun --nproc-per-node 2 -m examples.your_model            # started by torchrun
+    python -m examples.your_model.language_model --nproc 2        # the same frame, another task
+
+With any number of processes, the training is the same up to rounding.
 """
 
 import runpy

@@ -121,7 +121,7 @@ def test_the_contract(default_run: Path) -> None:
     assert found["parameter_hash"] == parameter_hash(model)
     said = (default_run / "stdout").read_text()
     assert len(re.findall("^  (?:好评|差评)  ", said, re.MULTILINE)) == 5, "five samples are shown"
-    assert "DataParallel over one device, the CPU" in said
+    assert "no DataParallel: one device\n" in said
 
 
 def test_every_launcher_trains_the_same(

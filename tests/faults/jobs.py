@@ -7,7 +7,7 @@ from pathlib import Path
 from tests import warm
 from tests.conftest import Programs
 from tests.make_data import draw_folder
-from tests.runs import tiny_imagenet
+from tests.runs import SMALL_RESNET, tiny_imagenet
 
 warm.ALSO += [
     "transformers.models.bert.modeling_bert",
@@ -15,13 +15,6 @@ warm.ALSO += [
     "transformers.trainer",
 ]
 NPROC = 3  # with two ranks, a sum does not depend on the order of its parts
-SMALL_RESNET = (  # two of four layers: checkpoints of 8 in place of 140 MB
-    "examples/resnet_pipeline/model.py",
-    "    return model\n",
-    "    model.layer3, model.layer4 = (nn.Sequential(nn.GELU(), nn.GELU()) for _ in range(2))\n"
-    "    model.fc = nn.Linear(128, classes)\n"
-    "    return model\n",
-)
 EVERY = ("--checkpoint-every", 3)
 # A program, a training that is worth being disturbed, and how often it saves.
 TRAININGS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {

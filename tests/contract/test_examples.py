@@ -1,0 +1,107 @@
+"""The contract of every example: what a run leaves, any number of ranks, any launcher, killed and resumed.
+
+One row of `trainings.EXAMPLES` is all that an example owes here; what is its own is tested in tests/examples.
+"""
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Programs
+from tests.contract.trainings import EXAMPLES, Trainings
+from tests.runs import Eventually, losses, newest_step, predictions, result
+
+each_example = pytest.mark.parametrize(
+    "example", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EXAMPLES]
+)
+FACTS = {
+    *("example", "argv", "launcher", "world_size", "nodes", "threads", "device", "backend", "samples_per_second"),
+    *("arguments", "epochs", "steps", "global_batch", "precision", "metrics", "parameter_hash", "final_loss"),
+    *("seconds", "versions"),
+}
+FILES = {"result.json", "metrics.jsonl", "curves.png", "tensorboard", "checkpoints"}
+PARTS = {"resnet_pipeline"}  # ranks hold parts of one model: more ranks are not more replicas
+
+
+@pytest.fixture(scope="session")
+def trainings(session_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    return Trainings(session_programs, tmp_path_factory.mktemp("trainings"))
+
+
+@pytest.mark.smoke
+@each_example
+def test_two_processes_leave_what_every_run_leaves(trainings: Trainings, example: str) -> None:
+    out = trainings.out(example, 2)
+    found = result(out)
+    assert found.keys() >= FACTS
+    assert found["example"] == example
+    assert (found["world_size"], found["nodes"], found["threads"]) == (2, 1, 1)
+    assert (found["launcher"], found["device"], found["backend"]) == ("spawn", "cpu", "gloo")
+    assert len(losses(out)) == found["steps"]
+    assert found["final_loss"] == losses(out)[-1] < losses(out)[0]
+    assert all(math.isfinite(value) for value in found["metrics"].values() if value is not None)
+    assert {path.name for path in out.iterdir()} >= FILES
+    assert newest_step(out) == found["steps"]
+
+
+@pytest.mark.smoke
+@each_example
+def test_two_processes_train_as_one(trainings: Trainings, example: str) -> None:
+    compare(trainings.out(example, 2), trainings.out(example, 1))
+
+
+@each_example
+def test_three_processes_train_as_one(trainings: Trainings, example: str) -> None:
+    compare(trainings.out(example, 3), trainings.out(example, 1))
+
+
+def compare(many: Path, one: Path) -> None:
+    """The first losses agree up to rounding, which later steps multiply; the world differs and the work does not."""
+    torch.testing.assert_close(losses(many)[:20], losses(one)[:20], rtol=1e-4, atol=1e-6)
+    names = ("epochs", "steps", "global_batch", "arguments", "precision")
+    assert {name: result(many)[name] for name in names} == {name: result(one)[name] for name in names}
+
+
+@each_example
+def test_torchrun_trains_the_same(trainings: Trainings, example: str) -> None:
+    ours, theirs = trainings.out(example, 2), trainings.out(example, 2, torchrun=True)
+    assert result(theirs)["launcher"] == "torchrun"
+    assert result(theirs)["parameter_hash"] == result(ours)["parameter_hash"]
+    assert losses(theirs) == losses(ours)
+
+
+@each_example
+def test_killed_and_resumed_it_ends_with_the_same_bits(
+    programs: Programs, trainings: Trainings, tmp_path: Path, example: str, eventually: Eventually
+) -> None:
+    run = (*trainings.words(example), "--nproc", 2, "--resume", "auto", "--out", tmp_path)
+    process = programs.start(*run, cwd=trainings.code(example))
+    eventually(lambda: newest_step(tmp_path) >= 6, 60, "step 6")
+    os.killpg(process.pid, signal.SIGKILL)
+    programs.kill()
+    process.communicate()
+    killed_at, steps = newest_step(tmp_path), result(trainings.out(example, 2))["steps"]
+    assert killed_at < steps, "it was to be killed in the middle"
+    done = programs.run(*run, cwd=trainings.code(example))
+    assert f"at step {killed_at}\n" in done.stdout
+    assert result(tmp_path)["parameter_hash"] == result(trainings.out(example, 2))["parameter_hash"]
+    assert losses(tmp_path) == losses(trainings.out(example, 2))
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+@each_example
+def test_predictions_are_those_of_the_whole_test_set(trainings: Trainings, example: str, nproc: int) -> None:
+    out = trainings.out(example, nproc)
+    if example in ("gan_ddp", "your_model"):
+        assert not (out / "predictions.csv").exists() or example == "your_model"
+        return
+    head, *rows = predictions(out)
+    assert head[:3] == ["index", "label", "prediction"]
+    assert [int(row[0]) for row in rows] == list(range(result(out)["eval_samples"]))
+    right = sum(row[1] == row[2] for row in rows)
+    assert result(out)["metrics"]["accuracy"] == pytest.approx(right / len(rows), abs=1e-6)
+    assert [row[1] for row in rows] == [row[1] for row in predictions(trainings.out(example, 1))[1:]]

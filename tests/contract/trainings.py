@@ -1,0 +1,57 @@
+"""One short training of each example: long enough to be killed, small enough for a laptop."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import warm
+from tests.conftest import Programs
+from tests.make_data import draw_folder
+from tests.runs import SMALL_RESNET, tiny_imagenet
+
+warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
+FOLDER = "FOLDER"  # stands for a folder of small images
+EXAMPLES: dict[str, tuple[object, ...]] = {
+    "mnist_dataparallel": ("--epochs", 6),
+    "mnist_ddp_spawn": ("--epochs", 6),
+    "imagenet_ddp": (FOLDER, "--epochs", 8, "-b", 12, "--image-size", 32, "--lr", 0.05),
+    "bert_dp": ("--epochs", 6, "-b", 24, "--hidden", 64, "--dropout", 0),
+    "manual_allreduce_sgd": ("--epochs", 6),
+    "resnet_pipeline": (
+        *("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "--micro-batches", 3),
+        *("--epochs", 6, "--norm", "group", "--balance", "even"),
+    ),
+    "gan_ddp": ("--epochs", 6),
+    "your_model": ("--epochs", 8),
+}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """Runs the trainings; each of them once, however many tests ask for it."""
+
+    programs: Programs
+    folder: Path
+
+    def __post_init__(self) -> None:
+        # imagenet_ddp without BatchNorm, which sees the samples of one rank only; a pipeline with small checkpoints
+        tiny_imagenet(self.folder / "code", SMALL_RESNET)
+        draw_folder(self.folder / FOLDER, train=101, val=23, size=40)
+
+    def words(self, example: str) -> tuple[object, ...]:
+        """What follows `python`."""
+        flags = (self.folder / FOLDER if flag == FOLDER else flag for flag in EXAMPLES[example])
+        return ("-m", f"examples.{example}", *flags, "--precision", "fp32", "--threads", 1, "--checkpoint-every", 3)
+
+    def code(self, example: str) -> Path | None:
+        """The folder to start from."""
+        return self.folder / "code" if example in ("imagenet_ddp", "resnet_pipeline") else None
+
+    def out(self, example: str, nproc: int, torchrun: bool = False) -> Path:
+        """What a training with so many ranks has left."""
+        out = self.folder / f"{example}-{nproc}{'-torchrun' * torchrun}"
+        if not out.exists():
+            start = (*TORCHRUN, nproc) if torchrun else ()
+            ranks = () if torchrun or nproc == 1 else ("--nproc", nproc)
+            self.programs.run(*start, *self.words(example), *ranks, "--out", out, cwd=self.code(example))
+        return out
