@@ -88,20 +88,20 @@ class Run:
             self._log.close(error)
 
     def resume(
-        self, *, before_save: Callable[[], object] = lambda: None, **parts: Stateful
+        self, *, before_save: Callable[[], object] = lambda: None, **parts: Stateful | None
     ) -> None:
         """Go on from the checkpoint that `--resume` names, if there is one. Every rank calls this.
 
         Args:
             before_save: called by every rank before a checkpoint is written.
             parts: what checkpoints hold, without wrappers: `model`, which is also the one that is
-                checked and kept when it is the best, `optimizer`, `scheduler`, ...
+                checked and kept when it is the best, `optimizer`, `scheduler`; None is left out.
 
         Raises:
             UserError: the checkpoint is damaged, or was made with other flags.
         """
         args, self._before_save, self._unchecked = self.args, before_save, parts.get("model")
-        self.parts = {name: bare(part) for name, part in parts.items()}
+        self.parts = {name: bare(part) for name, part in parts.items() if part is not None}
         checkpoints = Checkpoints(
             args.out / "checkpoints", self.parts, self.config, getattr(args, "keep", 2)
         )

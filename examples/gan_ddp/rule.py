@@ -6,10 +6,11 @@ see.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.gan_ddp.args import Violation
 
@@ -26,7 +27,8 @@ def loss_sum(real: Tensor, fake: Tensor) -> Tensor:
 
 def discriminator_backward(
     violation: Violation,
-    judge: Callable[[Tensor], Tensor],
+    discriminator_ddp: nn.Module,
+    autocast: Callable[[], AbstractContextManager[object]],
     reals: Tensor,
     fakes: Tensor,
     scale: float,
@@ -41,7 +43,8 @@ def discriminator_backward(
             two-passes, each a forward and a backward: correct, but all gradients are sent twice;
             two-backwards after two forwards: the gradients of the second are not averaged, and
             DDP does not report it.
-        judge: the forward of the discriminator in DDP; returns logits, float32.
+        discriminator_ddp: the discriminator in DDP.
+        autocast: makes the context of mixed precision, for forwards only.
         reals: [N, 1, H, W], from -1 to 1.
         fakes: [M, 1, H, W], without gradient.
         scale: factor of the sum of the losses.
@@ -49,6 +52,11 @@ def discriminator_backward(
     Returns:
         `scale` times the sum of the losses, a scalar without gradient.
     """
+
+    def judge(images: Tensor) -> Tensor:  # [B, 1, H, W] to logits [B]
+        with autocast():
+            return discriminator_ddp(images).float()
+
     if violation == "no":
         logits = judge(torch.cat([reals, fakes]))  # [N + M]
         real, fake = logits.split([len(reals), len(fakes)])

@@ -10,11 +10,12 @@ With any number of processes, the training is the same up to rounding.
 """
 
 import runpy
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam
 from torch.utils.data import DataLoader
@@ -77,10 +78,10 @@ def train(args: Args, device: torch.device) -> None:
         )
         warm_up_buckets(generator_ddp)  # a resumed run then adds gradients in the same order
         warm_up_buckets(discriminator_ddp)
-
-        def judge(images: Tensor) -> Tensor:  # [B, 1, H, W] to logits [B]
-            with run.autocast():
-                return discriminator_ddp(images).float()
+        # With the rule, or a way to break it: one forward and one backward, in rule.py.
+        discriminate = partial(
+            discriminator_backward, args.break_the_rule, discriminator_ddp, run.autocast
+        )
 
         for epoch in run.epochs(args.epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
@@ -94,9 +95,7 @@ def train(args: Args, device: torch.device) -> None:
                 with run.autocast():
                     fakes = generator_ddp(latent[rank::world_size].to(device)).float()
                 discriminator_optimizer.zero_grad()
-                loss = discriminator_backward(
-                    args.break_the_rule, judge, reals, fakes.detach(), scale
-                )
+                loss = discriminate(reals, fakes.detach(), scale)
                 discriminator_optimizer.step()
                 # The generator's loss goes through the bare discriminator: DDP's has had its
                 # turn, and would send gradients that nobody uses. Frozen, it computes none.
@@ -104,22 +103,17 @@ def train(args: Args, device: torch.device) -> None:
                 with run.autocast():
                     logits = discriminator(fakes).float()
                 discriminator.requires_grad_(True)
-                fooled = F.softplus(-logits).sum() * scale
                 generator_optimizer.zero_grad()
+                fooled = F.softplus(-logits).sum() * scale
                 fooled.backward()  # the generator's one backward, after its one forward above
                 generator_optimizer.step()
                 run.log(loss)
-            distance = evaluate(both, args, epoch, data)
-            run.end_epoch(
-                {"frechet_distance": distance},
-                best="frechet_distance",
-                smaller_is_better=True,
-                model=generator,
-            )
+            metrics = evaluate(both, args, epoch, data)
+            run.end_epoch(metrics, best="frechet_distance", smaller_is_better=True, model=generator)
         run.finish()
 
 
-def evaluate(both: nn.ModuleDict, args: Args, epoch: int, data: ImageData) -> float:
+def evaluate(both: nn.ModuleDict, args: Args, epoch: int, data: ImageData) -> dict[str, float]:
     """Draw generated images, and return their distance to the test set. Every rank calls this.
 
     Raises:
@@ -130,7 +124,8 @@ def evaluate(both: nn.ModuleDict, args: Args, epoch: int, data: ImageData) -> fl
     images = generate(both["generator"], noise(1000, args.latent, args.seed, 0, 0))
     if dist.get_rank() == 0:
         draw(images[:100], args.out / "samples" / f"epoch-{epoch + 1:03}.png")
-    return broadcast_object(lambda: frechet_distance(images, scaled(data.test.pixels)))
+    distance = broadcast_object(lambda: frechet_distance(images, scaled(data.test.pixels)))
+    return {"frechet_distance": distance}
 
 
 if __name__ == "__main__":

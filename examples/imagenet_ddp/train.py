@@ -51,7 +51,10 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, ... as torchrun sets them
     device, backend = choose_device(args.launch, local_rank)
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
-    (evaluate_only if args.evaluate else train)(args, device)
+    if args.evaluate:
+        evaluate_only(args, device)
+    else:
+        train(args, device)
     dist.destroy_process_group()
 
 
@@ -82,9 +85,7 @@ def train(args: Args, device: torch.device) -> None:
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=recipe.label_smoothing)
         report_broken = partial(warn_of_broken, run, loader, test_loader)
         run.state.epoch = recipe.start_epoch
-        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        if ema:
-            parts["ema"] = ema
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
         run.resume(before_save=report_broken, **parts)
         smallest = torch.zeros(loader.batch_sampler.smallest(micro_batch), 3, data.size, data.size)
         with run.autocast():

@@ -41,10 +41,10 @@ def main(place: Place, args: Args) -> None:
         main_worker(place.local_rank, place, args)
         return
     # mp.spawn would import torch anew in each process; these are forked from one that has.
-    nprocs, server = place.local_world_size, "forkserver"
-    wait_for(
-        mp.start_processes(main_worker, (place, args), nprocs, join=False, start_method=server)
+    context = mp.start_processes(
+        main_worker, (place, args), place.local_world_size, join=False, start_method="forkserver"
     )
+    wait_for(context)
 
 
 @record  # one line per error and job, a clean stop on SIGTERM; torch's own `record` works, too

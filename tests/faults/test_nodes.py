@@ -62,7 +62,7 @@ class Nodes:
 def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, network: tuple[str, str], eventually: Eventually
 ) -> None:
-    """Training goes on with one node, then with two; the programs check each epoch themselves (common/train/checks.py)."""
+    """Training goes on with one node, then with two; the programs check each epoch themselves."""
     nodes = Nodes(programs, jobs, program, network, tmp_path / "out")
     first, second = nodes.elastic(0), nodes.elastic(1)
     eventually(lambda: newest_step(nodes.out) >= 6, 60, "step 6")
