@@ -3,11 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test doctor images e2e docs bench report constraints clean
+.PHONY: help setup demo test check doctor images e2e docs bench report constraints clean
 
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
-	@echo "make test    set up and run all tests (tox)"
+	@echo "make test    set up and test each example with 1 to 3 processes, and the shared package: a few minutes"
+	@echo "make check   the rest: mutations, faults, documented commands, pages, manifests, containers: half an hour"
 	@echo "make doctor  look for what would go wrong on this machine"
 	@echo "make images  build the images with docker or podman (BASE_IMAGE=... on another base than CUDA's)"
 	@echo "make e2e     build the images on a minimal Debian and run the examples in containers"
@@ -33,7 +34,14 @@ demo: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn --nproc 2 --out $(OUT)
 
 test: setup
-	@$(BIN)/tox run
+	@$(BIN)/tox run -e lint,types,core
+	@echo "make check runs the rest: mutations, faults, documented commands, pages in a browser, manifests, containers"
+
+# Needs kubectl, ip and Chromium, which it installs on Debian; and a container engine, as make e2e does.
+check: setup
+	@tests/install.sh
+	@$(BIN)/tox run -e containers,docs,tests
+	@$(MAKE) --no-print-directory e2e
 
 doctor: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m common.doctor $(ARGS)

@@ -19,7 +19,7 @@ class Browser:
 
     def __enter__(self) -> "Browser":
         program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-        assert program, "no Chromium: install the package chromium (.ci/run does)"
+        assert program, "no Chromium: install the package chromium (make check does)"
         self.profile = tempfile.mkdtemp()
         theirs_in, ours_out = os.pipe()
         ours_in, theirs_out = os.pipe()
