@@ -52,7 +52,12 @@ def test_the_linter_sees_mistakes(tmp_path: Path) -> None:
 
 
 def test_scripts_are_clean() -> None:
-    scripts = [ROOT / "tests/e2e/prepare.sh", ROOT / ".ci/run", ROOT / "tests/install.sh", ROOT / "examples/imagenet_ddp/job.sbatch"]
+    scripts = [
+        ROOT / "tests/e2e/prepare.sh",
+        ROOT / ".ci/run",
+        ROOT / "tests/install.sh",
+        ROOT / "examples/imagenet_ddp/job.sbatch",
+    ]
     done = tool("shellcheck", *scripts)
     assert (done.returncode, done.stdout) == (0, "")
 
