@@ -1,9 +1,8 @@
-"""The report: made from JSON files alone, whichever there are, and opened in a real browser."""
+"""The report: made from JSON files alone, whichever there are."""
 
 import json
 import re
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +11,9 @@ import pytest
 from benchmarks import all as every
 from benchmarks import charts, report, views
 from benchmarks.registry import BENCHMARKS, Benchmark
-from tests.browser import Browser
 from tests.conftest import ROOT, Programs
 
 RESULTS = ROOT / "benchmarks/results"
-HIDDEN = "[...document.images].filter(each => !(each.complete && each.naturalWidth > 200)).length"
-WIDEST = "Math.max(...[...document.querySelectorAll('*')].map(each => each.getBoundingClientRect().right))"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Generator[Browser]:
-    with Browser() as opened:
-        yield opened
 
 
 def text_of(html: str) -> str:
@@ -35,33 +25,6 @@ def test_the_committed_report_is_that_of_the_committed_results() -> None:
     written = (RESULTS / "report.html").read_text()
     assert text_of(written) == text_of(report.page(report.load(RESULTS))), "run: python -m benchmarks.report"
     assert len(written) < 1_500_000
-
-
-def test_in_a_browser(browser: Browser, tmp_path: Path) -> None:
-    """At the width of a phone and of a desk: no complaint, no request, all charts, nothing beyond the edge."""
-    file = report.write(RESULTS, tmp_path / "report.html")
-    for width in (390, 1280):
-        browser.open(file, width)
-        assert browser.value("window.innerWidth") == width
-        assert browser.complaints == []
-        assert [url for url in browser.requests if not url.startswith("data:")] == [file.as_uri()]
-        assert browser.value("document.images.length") >= 8
-        assert browser.value(HIDDEN) == 0
-        assert browser.value("document.documentElement.scrollWidth") <= width
-        assert browser.value(WIDEST) <= width
-        assert browser.value("[...document.images].every(each => each.alt)")
-
-
-def test_the_browser_sees_what_is_wrong(browser: Browser, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text('<meta name="viewport" content="width=device-width"><img src="none.png">'
-                    "<p style='width:900px'>x</p><script>console.error('this'); missing()</script>")  # fmt: skip
-    browser.open(page, 390)
-    complaints = " ".join(browser.complaints)
-    assert "this" in complaints
-    assert "missing is not defined" in complaints
-    assert browser.value(HIDDEN) == 1
-    assert browser.value(WIDEST) > 390
 
 
 def test_nothing_measured(tmp_path: Path) -> None:

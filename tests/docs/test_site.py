@@ -1,11 +1,9 @@
 """The site that `make docs` builds: complete, read from the disk without a network, in a real browser, on a phone."""
 
 import importlib.util
-import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Generator
@@ -15,13 +13,13 @@ from urllib.parse import unquote
 
 import pytest
 from mkdocs.exceptions import PluginError
-from selenium.webdriver import Chrome, ChromeOptions, ChromeService
+from selenium.webdriver import Chrome
 from selenium.webdriver.support.wait import WebDriverWait
 
+from tests.browser import DESK, PHONE, complaints, requests, show, started
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.xdist_group("site")  # one build, one browser
-PHONE, DESK = 390, 1400  # px
 HOSTILE = "http://127.0.0.1:9"  # a proxy that nobody serves: whoever asks the network fails
 
 
@@ -99,22 +97,8 @@ def test_the_pictures_are_those_that_the_program_draws() -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Generator[Chrome]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    assert chromium, "chromium is not installed (Debian: chromium, chromium-driver)"
-    assert driver, "chromedriver is not installed (Debian: chromium-driver)"
-    options = ChromeOptions()
-    options.binary_location = chromium
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND"):
-        options.add_argument(flag)
-    with Chrome(options=options, service=ChromeService(driver)) as started:
-        yield started
-
-
-def show(browser: Chrome, page: Path, width: int) -> None:
-    metrics = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width == PHONE}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.get(page.as_uri())
+    with started() as opened:
+        yield opened
 
 
 LOOK = """
@@ -134,14 +118,7 @@ def faults(browser: Chrome, page: Path, width: int) -> list[str]:
     """What is wrong with a page: errors on the console, pictures that are missing, parts beyond the screen."""
     show(browser, page, width)
     found = list(browser.execute_script(LOOK, width))
-    return found + [entry["message"] for entry in browser.get_log("browser")]
-
-
-def requests(browser: Chrome) -> list[str]:
-    """The addresses that the browser has asked for since the last call, other than files."""
-    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-    return [url for url in sent if not url.startswith(("file:", "data:", "about:"))]
+    return found + complaints(browser)
 
 
 def test_pages_on_a_phone(site: Path, browser: Chrome) -> None:
