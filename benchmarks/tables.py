@@ -93,9 +93,14 @@ def all_numbers(found: Any, way: str = "") -> Iterator[tuple[str, list[float]]]:
             yield from all_numbers(value, f"{way} / {name}" if way else str(name))
 
 
+def measured(found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What was measured at one time, on one machine: a result (named ""), or each of its parts."""
+    parts = {"": found} | {name: of for name, of in found.items() if isinstance(of, Mapping)}
+    return {name: part for name, part in parts.items() if "machine" in part}
+
+
 def machines(found: Mapping[str, Any]) -> str:
     """The machines of a result, or of its parts, which may have been measured on several."""
-    parts = [part for part in (found, *found.values()) if isinstance(part, Mapping)]
-    known = [part["machine"] for part in parts if "machine" in part]
+    known = [part["machine"] for part in measured(found).values()]
     names = (", ".join([f"{one['cpu']}, {one['cores']} core(s)", *one["gpus"]]) for one in known)
     return "; ".join(dict.fromkeys(names))
