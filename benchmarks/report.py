@@ -94,10 +94,10 @@ def about(found: Mapping[str, Any]) -> str:
         words = [str(part.get("date", "date not recorded"))]
         words += [f"{machine['cpu']}, {machine['cores']} core(s)", f"{machine['memory_gib']} GiB"]
         words += [", ".join(machine["gpus"]) or "no GPU"]
-        words += [f"{name} {version}" for name, version in part.get("versions", {}).items()]
+        words += [f"{package} {version}" for package, version in part.get("versions", {}).items()]
         if "load_before" in part:
             words.append(f"load of other programs at the start {part['load_before']:.1f}")
-        texts.append(f"{name}: " * bool(name) + ", ".join(words))
+        texts.append(f"{name}: {', '.join(words)}" if name else ", ".join(words))
     return "; ".join(texts) or "not recorded"
 
 

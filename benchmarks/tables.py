@@ -55,16 +55,17 @@ def table(title: str, rows: Mapping[str, Any]) -> Table:
 
 
 def find(found: Any, way: Sequence[str]) -> Any:
-    """The value at the end of a way through the JSON; None where there is none.
+    """The value at the end of a way of keys through the JSON; None where there is none.
 
-    Args:
-        found: the JSON.
-        way: keys; * stands for every key, and makes a mapping from these keys to what is found.
+    In the way, (last) stands for the last key, and * for every key, which makes a mapping from
+    these keys to what is found.
     """
     if not way or found is None:
         return found
     if not isinstance(found, Mapping):
         return None
+    if way[0] == "(last)":
+        return find(list(found.values())[-1], way[1:])
     if way[0] != "*":
         return find(found.get(way[0]), way[1:])
     each = {key: find(value, way[1:]) for key, value in found.items()}
