@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from benchmarks import harness, report
 from benchmarks.commands import stop_cleanly
-from benchmarks.machine import facts
 from benchmarks.registry import BENCHMARKS, Benchmark
 from common.launch.errors import UserError
 
@@ -83,15 +82,6 @@ def given(args: Args) -> dict[str, str]:
     return found
 
 
-def words(benchmark: Benchmark, args: Args, places: Mapping[str, str]) -> list[str]:
-    """The command of a benchmark."""
-    flags = f"{benchmark.flags} {benchmark.quick if args.quick else ''}".split()
-    if benchmark.peer and "peer" in places:
-        flags += ["--peer", "{peer}"]
-    filled = [flag.format_map(places) for flag in flags]
-    return ["-m", f"benchmarks.{benchmark.module}", *filled, "--out", str(args.out.resolve())]
-
-
 def run(benchmark: Benchmark, args: Args, places: Mapping[str, str]) -> list[Run]:
     """Run one benchmark, and say what became of it, and of its peer."""
     absent = "was not given, or is not there"
@@ -99,7 +89,7 @@ def run(benchmark: Benchmark, args: Args, places: Mapping[str, str]) -> list[Run
     if missing:
         why = f"{', '.join(missing)} {absent}"
         return [Run(benchmark.result, "skipped", why, benchmark.command)]
-    command = words(benchmark, args, places)
+    command = [*benchmark.words(places, args.quick), "--out", str(args.out.resolve())]
     print(f"\n== {benchmark.result}: python {shlex.join(command)}", flush=True)
     started = time.monotonic()
     python = [sys.executable, *command]
@@ -129,7 +119,7 @@ def main(args: Args) -> int:
         raise UserError(f"--only {min(unknown)}: there are {', '.join(sorted(names))}")
     args.out.mkdir(parents=True, exist_ok=True)
     places, runs = given(args), list[Run]()
-    record = facts("torch", "torchvision") | {"quick": args.quick}
+    record = harness.facts("torch", "torchvision") | {"quick": args.quick}
     for benchmark in known():
         if not args.only or benchmark.result in args.only:
             runs += run(benchmark, args, places)

@@ -20,7 +20,7 @@ move the bytes, gloo can be faster.
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,11 +35,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import resnet18
 
-from benchmarks.harness import RanksMeasurement, compare, medians, save, speedups
-from benchmarks.machine import facts
-from benchmarks.ranks import on_ranks, seconds
+from benchmarks.harness import RanksMeasurement, facts, medians, save, speedups
+from benchmarks.ranks import Step, on_ranks, time_steps, training_step
 from common.launch.args import start
-from common.launch.collectives import print0
 from common.launch.errors import UserError
 from common.launch.flags import at_least
 from common.launch.place import Place, current
@@ -117,10 +115,10 @@ def loopback_bandwidth() -> float:
             rest -= left.recv_into(incoming)
         sender.join()
 
-    found = compare({"transfer": seconds(transfer)}, rounds=7, warm_up=1)
+    found = time_steps("plain TCP", {"64 MiB": transfer}, rounds=7)
     for each in (listener, left, right):
         each.close()
-    return len(outgoing) / median(found["transfer"])
+    return len(outgoing) / median(found["64 MiB"])
 
 
 def measure_sizes(args: Args, _: torch.device) -> dict[str, Any]:
@@ -132,7 +130,7 @@ def measure_sizes(args: Args, _: torch.device) -> dict[str, Any]:
     for size in SIZES:
         tensor = torch.zeros(size // 4)
         memory.local_tensor(len(tensor), tensor.dtype).zero_()  # so that no sum overflows
-        ways: dict[str, Callable[[], object]] = {
+        ways: dict[str, Step] = {
             TORCH: partial(backend, tensor),
             f"{TORCH}, {BOUNDED}": partial(backend, tensor, bounded),
             "ring": partial(ring, tensor),
@@ -144,46 +142,33 @@ def measure_sizes(args: Args, _: torch.device) -> dict[str, Any]:
         if size >= MIB:
             ways[MEMORY] = partial(torch.add, one, two, out=three)
         repeats = max(1, min(20, 8 * MIB // size))
-        timed = {name: seconds(way, repeats, memory.barrier) for name, way in ways.items()}
-        samples = compare(timed, args.rounds, warm_up=1)
+        what = f"{size / 1e6:.3f} MB"
+        samples = time_steps(what, ways, args.rounds, repeats, memory.barrier)
         if size >= MIB:
             found["memory"][size] = [3 * one.nbytes / each for each in samples.pop(MEMORY)]
         found["seconds"][size] = samples
-        line = ", ".join(f"{name} {1e3 * median(each):.2f}" for name, each in samples.items())
-        print0(f"{dist.get_world_size()} ranks, {size / 1e6:.3f} MB, ms: {line}")
     return found | {"threads": torch.get_num_threads()}
 
 
-def training_step(name: str, args: Args) -> Callable[[], None]:
-    """A step of ResNet-18 (float32) whose gradients are averaged in one of `STEPS`."""
-    torch.manual_seed(0)
-    images = torch.randn(args.batch, 3, 224, 224)
-    labels = torch.arange(args.batch) % 1000
-    # No buffers for DDP to send.
-    model: nn.Module = resnet18(norm_layer=partial(nn.BatchNorm2d, track_running_stats=False))
-    way = averaging(name, model, timeout=args.launch.patience) if name in BY_HAND else None
-    if way:
-        model = way.model
-    elif name != "none":
-        group = bounded_group()
-        model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        if way:
-            way.average()
-        optimizer.step()
-
-    return step
-
-
 def measure_steps(args: Args, _: torch.device) -> dict[str, Any]:
-    """Seconds of a training step, by every way to average its gradients."""
+    """Seconds of a training step of ResNet-18, by every way to average its gradients."""
+    steps = {}
+    for name in STEPS:
+        torch.manual_seed(0)
+        images = torch.randn(args.batch, 3, 224, 224)
+        # No buffers for DDP to send.
+        norm = partial(nn.BatchNorm2d, track_running_stats=False)
+        model: nn.Module = resnet18(norm_layer=norm)
+        way = averaging(name, model, timeout=args.launch.patience) if name in BY_HAND else None
+        if name == f"ddp, {BOUNDED}":
+            group = bounded_group()
+            model = DistributedDataParallel(
+                model, process_group=group, gradient_as_bucket_view=True
+            )
+        steps[name] = training_step(model, images, way)
     meet = SharedMemory(0, args.launch.patience).barrier
-    steps = {name: seconds(training_step(name, args), meet=meet) for name in STEPS}
-    return {"seconds": compare(steps, args.steps, warm_up=1), "threads": torch.get_num_threads()}
+    spent = time_steps("training step", steps, args.steps, meet=meet)
+    return {"seconds": spent, "threads": torch.get_num_threads()}
 
 
 def joined(starts: list[Any]) -> Any:

@@ -25,8 +25,7 @@ from tyro.conf import arg
 
 from benchmarks import harness
 from benchmarks.bert_recipes import BF16, NAIVE, OURS, Recipe, known_steps
-from benchmarks.harness import Measurement, compare, earlier, medians, ratios
-from benchmarks.machine import facts
+from benchmarks.harness import Measurement, compare, earlier, facts, medians, ratios
 from benchmarks.ranks import wait_for_devices
 from common.launch.errors import UserError
 from common.launch.flags import at_least

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
@@ -19,15 +19,7 @@ WIDTH = 5.0  # inches: 360 points, so that a letter of 9 points has 9 pixels on 
 BLUE, GREY = "#0072b2", "#999999"
 COLOURS = (BLUE, "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#000000")
 COLOURS += ("#882255", "#44aa99", "#999933", "#332288", GREY)
-STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 9.5,
-    "axes.titlelocation": "left",
-    "svg.hashsalt": "report",
-    "svg.fonttype": "none",
-}
+STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 @dataclass(frozen=True)
@@ -143,27 +135,26 @@ Chart = Bars | Lines
 
 def figure(charts: Sequence[Chart], title: str = "") -> Figure:
     """The charts side by side, each with its legend below."""
-    with mpl.rc_context(STYLE):
-        height = max(chart.height for chart in charts) + (0.5 if title else 0)
-        whole = Figure(figsize=(WIDTH * len(charts), height), layout="constrained")
-        places: list[Figure | SubFigure] = [whole]
-        if len(charts) > 1 or title:
-            whole.suptitle(title, fontsize=10)
-            places = list(whole.subfigures(1, len(charts), squeeze=False)[0])
-        for place, chart in zip(places, charts, strict=True):
-            axis = place.subplots()
-            chart.draw(axis)
-            if title:
-                axis.set_title(chart.title)
-            if chart.parts:
-                place.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
+    height = max(chart.height for chart in charts) + (0.5 if title else 0)
+    whole = Figure(figsize=(WIDTH * len(charts), height), layout="constrained")
+    places: list[Figure | SubFigure] = [whole]
+    if title:
+        whole.suptitle(title, fontsize=10)
+        places = list(whole.subfigures(1, len(charts), squeeze=False)[0])
+    for place, chart in zip(places, charts, strict=True):
+        axis = place.subplots()
+        chart.draw(axis)
+        if title:
+            axis.set_title(chart.title)
+        if chart.parts:
+            place.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
     return whole
 
 
 def picture(chart: Chart) -> str:
     """An `src` that holds the chart itself, as SVG; the same bytes for the same figures."""
     buffer = io.BytesIO()
-    with mpl.rc_context(STYLE):
+    with style.context(STYLE):
         figure([chart]).savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
 
@@ -171,5 +162,5 @@ def picture(chart: Chart) -> str:
 def save(path: Path, charts: Sequence[Chart], title: str) -> None:
     """Write the charts of one result as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(STYLE):
+    with style.context(STYLE):
         figure(charts, title).savefig(path, dpi=110)

@@ -13,7 +13,7 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
-from benchmarks.machine import query_gpu
+from benchmarks.harness import query_gpu
 from common.launch.errors import UserError
 
 # Slow start-up; and one thread for the peer, but not for us.

@@ -16,12 +16,13 @@ slowest process. The model is `DigitNet` on 28x28 pixels. Besides the seconds:
 
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from tyro.conf import OmitArgPrefixes
 
-from benchmarks.harness import RanksMeasurement, compare, medians, save, speedups
-from benchmarks.machine import facts
-from benchmarks.ranks import Step, on_ranks, seconds, wait_for_devices
+from benchmarks.harness import RanksMeasurement, facts, medians, save, speedups
+from benchmarks.ranks import Step, on_ranks, time_steps, wait_for_devices
 from common.data.models import DigitNet
 from common.launch.args import start
 from common.launch.cgroup import cores
-from common.launch.collectives import print0
 from common.launch.flags import Launch, at_least
 from common.launch.place import Place
 from common.train.amp import MixedPrecision
@@ -47,8 +46,8 @@ from examples.mnist_dataparallel.explain import Explanation
 
 ONE, ALL, BARE = "one device", "one replica, all cores", "processes without exchange"
 DP, HAND, DDP = "nn.DataParallel", "eight steps by hand", "DDP"
-PROCESSES = (BARE, DDP)  # the ways in which all processes take part
 WATCHED = 3  # iterations before the one whose steps are measured
+Engine = TypeVar("Engine", EightSteps, TorchDataParallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,28 +69,24 @@ class Args(RanksMeasurement):
 
 
 class Ways:
-    """A training step of each way on one global batch.
-
-    Args:
-        batch: images in the global batch.
-        device: of this rank.
-    """
+    """A training step of each way, on a global batch of so many images."""
 
     def __init__(self, batch: int, device: torch.device) -> None:
         self.device, cuda = device, device.type == "cuda"
         count = dist.get_world_size()
         self.devices = [torch.device("cuda", n) if cuda else device for n in range(count)]
         self.images, self.labels = torch.randn(batch, 1, 28, 28), torch.arange(batch) % 10
-        self.steps: dict[str, Step] = {
-            ONE: self.with_engine(EightSteps, self.devices[:1]),
-            HAND: self.with_engine(EightSteps, self.devices),
-            DDP: self.in_processes(exchange=True),
-        }
-        self.threads = dict.fromkeys((*self.steps, BARE, DP), 1) | {ALL: cores()}
-        if cuda:
-            self.steps[DP] = self.with_engine(TorchDataParallel, self.devices)
-        else:
-            self.steps[ALL] = self.with_engine(EightSteps, self.devices[:1])
+        self.alone = (ONE, HAND, DP if cuda else ALL)
+        self.steps: dict[str, Step] = dict.fromkeys(self.alone, lambda: None)
+        if dist.get_rank() == 0:
+            self.steps[ONE], _ = self.with_engine(EightSteps, 1)
+            self.steps[HAND], self.engine = self.with_engine(EightSteps, count)
+            if cuda:
+                self.steps[DP], _ = self.with_engine(TorchDataParallel, count)
+            else:
+                self.steps[ALL] = partial(with_threads, cores(), self.with_engine(EightSteps, 1)[0])
+        self.steps[DDP] = self.in_processes(exchange=True)
+        if not cuda:
             self.steps[BARE] = self.in_processes(exchange=False)
 
     def net(self) -> tuple[Net, SGD]:
@@ -101,23 +96,20 @@ class Ways:
         net = Net(amp.move(DigitNet(28)), nn.CrossEntropyLoss(reduction="sum"), amp)
         return net, SGD(net.parameters(), 0.01, momentum=0.9)
 
-    def with_engine(
-        self, kind: type[EightSteps | TorchDataParallel], devices: Sequence[torch.device]
-    ) -> Step:
-        """A step of one process with all these devices."""
-        if dist.get_rank() != 0:
-            return lambda: None
+    def with_engine(self, kind: type[Engine], count: int) -> tuple[Step, Engine]:
+        """A step of one process with so many devices, and what does it."""
         net, optimizer = self.net()
         # The eight steps share these among their threads.
-        torch.set_num_threads(1 if self.device.type == "cuda" else len(self.devices))
-        engine = kind(net, devices, False)
+        torch.set_num_threads(1 if self.device.type == "cuda" else count)
+        engine = kind(net, self.devices[:count], False)
+        torch.set_num_threads(1)
 
         def step() -> None:
             engine.gradients(self.images, self.labels, 1 / len(self.images))
             optimizer.step()
             optimizer.zero_grad()
 
-        return step
+        return step, engine
 
     def in_processes(self, exchange: bool) -> Step:
         """A step of all processes, each with its chunk."""
@@ -138,35 +130,18 @@ class Ways:
 
         return step
 
-    def measure(self, rounds: int) -> dict[str, list[float]]:
-        """Seconds per step of each way in each round. Every rank calls this."""
-        repeats, first = max(2, min(20, 512 // len(self.images))), dist.get_rank() == 0
-
-        def timed(name: str) -> float:
-            torch.set_num_threads(self.threads[name])
-            takes_part = first or name in PROCESSES
-            return seconds(self.steps[name], repeats, takes_part=takes_part)()
-
-        return compare({name: partial(timed, name) for name in self.steps}, rounds, warm_up=1)
-
     def eight_steps(self, rounds: int) -> dict[str, Any]:
         """Milliseconds of each step by hand, and of each thread, in several iterations."""
-        torch.set_num_threads(len(self.devices) if self.device.type == "cpu" else 1)
-        net, optimizer = self.net()
-        engine = EightSteps(net, self.devices, False)
-        torch.set_num_threads(1)
-        rows: dict[str, list[float]] = {}
+        rows: dict[str, list[float]] = defaultdict(list)
         threads: list[list[float]] = []
         for number in range(rounds + WATCHED):
-            watch = engine.explanation = Explanation(self.devices, 1)
+            watch = self.engine.explanation = Explanation(self.devices, 1)
             watch.begin()
-            engine.gradients(self.images, self.labels, 1 / len(self.images))
-            optimizer.step()
+            self.steps[HAND]()
             watch.did(8, "update")
-            optimizer.zero_grad()
             if number >= WATCHED:
                 for step, _, milliseconds, _ in watch.rows:
-                    rows.setdefault(str(step), []).append(milliseconds)
+                    rows[str(step)].append(milliseconds)
                 threads.append([1e3 * busy for busy in watch.busy])
         return {"steps": rows, "threads": threads}
 
@@ -179,7 +154,7 @@ class Ways:
         watch = subprocess.Popen([*query, "-lms", "100"], stdout=subprocess.PIPE, text=True)
         deadline, over = time.monotonic() + duration, torch.zeros(1)
         while not over.item():  # as many steps in all processes
-            for _ in range(10 if first or name in PROCESSES else 0):
+            for _ in range(10 if first or name not in self.alone else 0):
                 self.steps[name]()
             wait_for_devices()
             over[0] = float(first and time.monotonic() > deadline)
@@ -193,40 +168,41 @@ class Ways:
         return {"memory": memory.tolist(), "utilisation": means}
 
 
+def with_threads(count: int, step: Step) -> None:
+    """Do a step with so many threads of torch instead of one."""
+    torch.set_num_threads(count)
+    step()
+    torch.set_num_threads(1)
+
+
 def busy_shares(steps: Mapping[str, list[float]], threads: list[list[float]]) -> list[float]:
-    """The share of the iteration in which each device is busy.
+    """The share of the iteration in which each device is busy, by the milliseconds of each.
 
     Its thread is; and the first device with all other steps, too.
-
-    Args:
-        steps: milliseconds of each step in each iteration.
-        threads: milliseconds of each device's thread in each iteration.
     """
     shares: list[list[float]] = []
-    for number, each in enumerate(threads):
+    for number, (first, *rest) in enumerate(threads):
         spent = {step: values[number] for step, values in steps.items()}
         others = sum(value for step, value in spent.items() if step not in ("4", "6"))
-        first, *rest = each
         shares.append([one / sum(spent.values()) for one in (first + others, *rest)])
     return [round(median(values), 3) for values in zip(*shares, strict=True)]
 
 
 def measure(args: Args, device: torch.device) -> dict[str, Any]:
     """What each rank does."""
-    ways, found = None, {}
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"batches": {}}
     for batch in args.batches:
-        ways = Ways(batch, device)
-        timed = ways.measure(args.rounds)
+        ways, repeats = Ways(batch, device), max(2, min(20, 512 // batch))
+        what = f"batch {batch}"
+        found = {"seconds": time_steps(what, ways.steps, args.rounds, repeats, alone=ways.alone)}
+        if dist.get_rank() == 0:
+            found |= ways.eight_steps(args.rounds)
         dist.barrier()
-        first = dist.get_rank() == 0
-        found[str(batch)] = {"seconds": timed} | (ways.eight_steps(args.rounds) if first else {})
-        dist.barrier()
-        line = ", ".join(f"{name} {1e3 * median(values):.2f}" for name, values in timed.items())
-        print0(f"batch {batch}, ms per step: {line}")
-    assert ways is not None
-    result: dict[str, Any] = {"devices": list(map(str, ways.devices)), "batches": found}
-    if device.type == "cuda":
-        result["loads"] = {name: ways.load(name) for name in (ONE, DP, DDP)}
+        result["batches"][str(batch)] = found
+        result["devices"] = list(map(str, ways.devices))
+        if device.type == "cuda" and batch == args.batches[-1]:
+            result["loads"] = {name: ways.load(name) for name in (ONE, DP, DDP)}
     return result
 
 

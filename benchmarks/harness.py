@@ -2,14 +2,21 @@
 
 The order is drawn anew for each round. So a change of the machine's load meets all programs, and
 no program always runs after the same other one, whose data it would find in the caches. Results
-keep every sample. A sample is a number, or a record of figures.
+keep every sample, and say on what machine. A sample is a number, or a record of figures.
 """
 
+import importlib.metadata
 import json
+import os
+import platform
 import random
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -20,10 +27,12 @@ from benchmarks import charts
 from benchmarks.registry import BENCHMARKS
 from benchmarks.tables import machines
 from common.launch.args import fail, parse
+from common.launch.cgroup import cores
 from common.launch.errors import UserError
 from common.launch.flags import Launch, at_least
 
 ROOT = Path(__file__).parents[1]
+BF16 = ("avx512_bf16", "avx_ne_convert", "amx_bf16", "bf16", "svebf16")  # the last two: arm64
 Sample = TypeVar("Sample")
 Flags = TypeVar("Flags")
 Record = Mapping[str, Any]
@@ -125,6 +134,39 @@ def against_peer(
     return found
 
 
+def facts(*packages: str) -> dict[str, Any]:
+    """Date, machine, load of other programs, versions of Python and of these packages."""
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    file = Path("/proc/cpuinfo")  # only Linux has it; it lists the CPU's flags, too
+    info = file.read_text() if file.exists() else ""
+    model = re.search(r"^model name\s*: (.*)$", info, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", info, re.MULTILINE)
+    known = flags[1].split() if flags else []
+    machine = {
+        "cpu": model[1].strip() if model else platform.processor(),
+        "cores": cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "bf16_flags": [flag for flag in BF16 if flag in known],
+        "gpus": query_gpu("name"),
+        "platform": platform.platform(),
+    }
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine,
+        "load_before": os.getloadavg()[0],  # on a busy machine the figures say little
+        "versions": {"python": platform.python_version()} | versions,
+    }
+
+
+def query_gpu(field: str, *flags: str) -> list[str]:
+    """What nvidia-smi answers, a line per GPU; nothing on a machine without it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, *flags, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
 def earlier(name: str, out: Path) -> dict[str, Any]:
     """The result that is in the folder already: its other parts are to stay."""
     file = out / f"{name}.json"
@@ -132,13 +174,9 @@ def earlier(name: str, out: Path) -> dict[str, Any]:
 
 
 def save(name: str, result: Record, out: Path, chart: Path | None = None) -> None:
-    """Write NAME.json and its charts, and print its tables.
+    """Write NAME.json (a name of registry.toml) and its charts, and print its tables.
 
-    Args:
-        name: of the result, as registry.toml has it.
-        result: what was measured, with the facts of the machine.
-        out: folder of the results; it is made if it is missing.
-        chart: file for the charts, if it is to be another than a PNG in the folder.
+    The charts are PNGs in the same folder, unless `chart` is another file for them.
     """
     out.mkdir(parents=True, exist_ok=True)
     file = out / f"{name}.json"

@@ -33,9 +33,8 @@ from typing import Any, Literal
 
 from benchmarks import harness, imagenet_input
 from benchmarks.commands import check_peer, device_memory, observe, peak_memory, peer_facts
-from benchmarks.harness import ROOT, Measurement, against_peer, compare, earlier
+from benchmarks.harness import ROOT, Measurement, against_peer, compare, earlier, facts
 from benchmarks.imagenet_input import choose_images, describe_images, in_new_process, link
-from benchmarks.machine import facts
 from common.launch.cgroup import cores
 from common.launch.errors import UserError
 from common.launch.flags import at_least

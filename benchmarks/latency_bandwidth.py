@@ -6,6 +6,9 @@ S / W bytes, and there are 2 (W - 1) steps one after the other:
 
     T(W, S) = 2 (W - 1) alpha + 2 (W - 1) / W * S * beta
 
+In the functions `size` is S, the bytes of the whole model's gradients, and `compute` the seconds
+that one rank computes its share of a step.
+
 Sources: Hockney, 1994, The communication challenge for MPP, for the model
 (https://doi.org/10.1016/S0167-8191(06)80021-9); Thakur, Rabenseifner and Gropp, 2005, Optimization
 of collective communication operations in MPICH, section 4.5, for the ring, without its term for the
@@ -22,15 +25,12 @@ from scipy.optimize import nnls
 
 @dataclass(frozen=True)
 class Link:
-    """How a process reaches the next one.
-
-    Args:
-        alpha: seconds per message.
-        beta: seconds per byte.
-    """
+    """How a process reaches the next one."""
 
     alpha: float
+    """Seconds per message."""
     beta: float
+    """Seconds per byte."""
 
     @classmethod
     def network(cls, gigabits: float, alpha: float) -> "Link":
@@ -57,12 +57,7 @@ def data_parallel_seconds(
 ) -> float:
     """Seconds of a step of data parallel training.
 
-    Args:
-        ranks: W.
-        size: bytes of gradients.
-        compute: seconds that one rank computes.
-        link: how a rank reaches the next one.
-        overlap: whether the all-reduce hides behind backward, as far as it goes; nowhere else.
+    With `overlap` the all-reduce hides behind backward, as far as it goes; nowhere else.
     """
     exchange = ring_seconds(ranks, size, link)
     return compute / 3 + max(2 * compute / 3, exchange) if overlap else compute + exchange
@@ -79,16 +74,8 @@ def pipeline_seconds(
 ) -> float:
     """Seconds of a step of `stages` equal stages, in `ranks / stages` replicas.
 
-    Messages travel while stages compute, so only those that fill and empty the pipeline count.
-
-    Args:
-        ranks: W, a multiple of the stages.
-        size: bytes of gradients of the whole model, which the replicas add up.
-        compute: seconds that one rank computes.
-        link: how a rank reaches the next one.
-        stages: P.
-        micro_batches: M.
-        activations: bytes of one micro-batch's activations at a cut.
+    Messages travel while stages compute, so only those that fill and empty the pipeline count; each
+    has the bytes of one micro-batch's activations at a cut. The replicas add up the gradients.
     """
     filled = (micro_batches + stages - 1) / micro_batches * compute
     messages = 2 * (stages - 1) * (link.alpha + activations * link.beta)

@@ -29,8 +29,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.commands import check_peer, observe, peer_facts
-from benchmarks.harness import ROOT, Measurement, against_peer, compare
-from benchmarks.machine import facts
+from benchmarks.harness import ROOT, Measurement, against_peer, compare, facts
 from common.launch.errors import UserError
 from common.launch.flags import at_least
 

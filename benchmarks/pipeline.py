@@ -20,6 +20,7 @@ The seconds of a step by our engine are split into
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
 from typing import Annotated, Any, Literal
 
@@ -27,10 +28,9 @@ import torch
 import torch.distributed as dist
 from tyro.conf import arg
 
-from benchmarks.harness import RanksMeasurement, compare, save, speedups
-from benchmarks.machine import facts
+from benchmarks.harness import RanksMeasurement, facts, save, speedups
 from benchmarks.pipelines import Kept, Pipelines, losses
-from benchmarks.ranks import Step, on_ranks, seconds
+from benchmarks.ranks import Step, on_ranks, time_steps
 from common.launch.args import start
 from common.launch.collectives import gather_objects, print0
 from common.launch.flags import at_least
@@ -43,6 +43,7 @@ from examples.resnet_pipeline.partition import describe
 from examples.resnet_pipeline.schedule import SCHEDULES, ideal_bubble
 from examples.resnet_pipeline.timeline import Event, Timeline, bubble, draw, merged
 
+FORMS: dict[str, Literal["gpipe", "1f1b"]] = {"GPipe": "gpipe", "1F1B": "1f1b"}
 OTHER_LAYOUT: dict[str, Literal["yes", "no"]] = {"yes": "no", "no": "yes"}
 
 
@@ -106,12 +107,7 @@ def measure_speed(args: Args, pipelines: Pipelines) -> dict[str, Any]:
         model = build(args.arch, 10, "batch")
         for count in args.micro_batches if kind == "alone" else (1,):
             steps[f"{kind} {count}"] = pipelines.alone(model, count, amp)
-    main_rank = dist.get_rank() == 0
-    timed = {
-        name: seconds(step, takes_part=main_rank or name in compared)
-        for name, step in steps.items()
-    }
-    samples = compare(timed, args.rounds, warm_up=1)  # the first connects and allocates
+    samples = time_steps("step", steps, args.rounds, alone=steps.keys() - compared.keys())
     events = {name: merged(gather_objects(timeline.steps)) for name, timeline in timelines.items()}
     return summarise(args, compared, samples, events) | {
         "cut": [plan.blocks[start].first for start in plan.starts]
@@ -126,36 +122,28 @@ def summarise(
 ) -> dict[str, Any]:
     """Speed-ups, idle shares and losses of all configurations, and the timelines of the best.
 
-    Args:
-        args: the flags.
-        compared: the pipelines.
-        samples: seconds of each pipeline, and of the un-split model, in each round.
-        events: what the pipelines computed in each round; only rank 0 has it.
+    Only rank 0 has the events: what each pipeline computed in each round.
     """
     processes = dist.get_world_size()
     if dist.get_rank() != 0:
         return {}
-    alone = min((n for n in samples if n.startswith("alone")), key=lambda n: median(samples[n]))
+    middle = {name: median(each) for name, each in samples.items()}
+    alone = min((name for name in samples if name.startswith("alone")), key=lambda n: middle[n])
     found: dict[str, dict[str, Any]] = {}
     for name, each in speedups(samples, alone).items():
-        measured = {"seconds": samples[name], "median_seconds": median(samples[name])}
+        measured = {"seconds": samples[name], "median_seconds": middle[name]}
         found[name] = {**measured, "speedup_per_round": each, "speedup": median(each)}
+    best: dict[str, str] = {}
     for name, flags in compared.items():
         found[name]["bubble"] = median(map(bubble, events[name]))
         if flags.engine == "hand":
             cut = samples[f"alone {flags.micro_batches}"]
             rounds = zip(events[name], samples[name], samples[alone], cut, strict=True)
             parts = [losses(of, flags, processes, *spent) for of, *spent in rounds]
-            medians = {part: median(each[part] for each in parts) for part in parts[0]}
-            found[name]["losses"] = medians
-    best = {
-        engine: max(
-            (n for n in compared if n.startswith(engine)), key=lambda n: found[n]["speedup"]
-        )
-        for engine in ("hand", "torch")
-    }
-    count = compared[best["hand"]].micro_batches
-    charts = {}
+            found[name]["losses"] = {p: median(each[p] for each in parts) for p in parts[0]}
+        other = best.setdefault(flags.engine, name)
+        best[flags.engine] = max(other, name, key=lambda n: found[n]["speedup"])
+    count, charts = compared[best["hand"]].micro_batches, {}
     for name in sorted({*best.values(), f"hand gpipe {count}", f"hand 1f1b {count}"}):
         part, flags = sorted(events[name], key=bubble)[args.rounds // 2], compared[name]
         ideal = ideal_bubble(flags.schedule, flags.micro_batches, processes)
@@ -173,12 +161,8 @@ def measure_memory(args: Args, pipelines: Pipelines) -> dict[str, Any]:
     counted.
     """
     found, cuts = {}, ()
-    for name, schedule, recompute in (
-        ("GPipe", "gpipe", False),
-        ("1F1B", "1f1b", False),
-        ("GPipe, recompute", "gpipe", True),
-        ("1F1B, recompute", "1f1b", True),
-    ):
+    for recompute, (form, schedule) in product((False, True), FORMS.items()):
+        name = f"{form}, recompute" if recompute else form
         flags = PipelineArgs(arch=args.arch, micro_batches=8, cuts=cuts)
         made = pipelines.make(replace(flags, schedule=schedule, recompute=recompute))
         partition = made.local.partition

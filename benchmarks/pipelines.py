@@ -1,9 +1,9 @@
 """Pipelines to measure: configurations, the bytes they keep, where their seconds go."""
 
 import weakref
-from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -44,29 +44,22 @@ class Kept:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.ignored = {parameter.data_ptr() for parameter in parameters}
-        self.holders = Counter[int]()
-        self.now = self.most = 0
+        self.holders = Counter[tuple[int, int]]()  # by address and size of a storage
+        self.most = 0
 
-    @contextmanager
-    def counting(self) -> Generator[None]:
+    def counting(self) -> AbstractContextManager[None]:
         """Count in the body."""
+        return torch.autograd.graph.saved_tensors_hooks(self.hold, lambda held: held.tensor)
 
-        def drop(key: int, size: int) -> None:
-            self.holders[key] -= 1
-            self.now -= size * (self.holders[key] == 0)
-
-        def hold(tensor: Tensor) -> Held:
-            storage, held = tensor.untyped_storage(), Held(tensor)
-            key, size = storage.data_ptr(), storage.nbytes()
-            if key not in self.ignored:
-                self.holders[key] += 1
-                self.now += size * (self.holders[key] == 1)
-                self.most = max(self.most, self.now)
-                weakref.finalize(held, drop, key, size)  # when autograd drops it
-            return held
-
-        with torch.autograd.graph.saved_tensors_hooks(hold, lambda held: held.tensor):
-            yield
+    def hold(self, tensor: Tensor) -> Held:
+        """Count a tensor until autograd drops what this returns."""
+        storage, held = tensor.untyped_storage(), Held(tensor)
+        key = storage.data_ptr(), storage.nbytes()
+        if key[0] not in self.ignored:
+            self.holders[key] += 1
+            self.most = max(self.most, sum(size for _, size in +self.holders))
+            weakref.finalize(held, self.holders.subtract, [key])
+        return held
 
 
 @dataclass(frozen=True)
@@ -80,15 +73,7 @@ class Made:
 
 
 class Pipelines:
-    """Makes configurations; those with the same stages on this rank share them, to save memory.
-
-    Args:
-        samples: of a batch.
-        image_size: height and width of its images, in pixels.
-        precision: precision and memory layout.
-        device: of this rank.
-        timeout: the longest wait for another rank.
-    """
+    """Makes configurations; those with the same stages on this rank share them, to save memory."""
 
     def __init__(
         self,
@@ -126,13 +111,7 @@ class Pipelines:
         return Made(local, sizes, step, timeline)
 
     def alone(self, model: nn.Module, count: int, amp: MixedPrecision) -> Step:
-        """A step of the un-split model in so many micro-batches. No other rank is needed.
-
-        Args:
-            model: it is trained.
-            count: micro-batches.
-            amp: precision and memory layout.
-        """
+        """A step of the un-split model in so many micro-batches. No other rank is needed."""
         amp.move(model)
         images, samples = amp.to_device(self.images), len(self.labels)
         sgd, sizes = SGD(model.parameters(), 0.01, 0.9), micro_batch_sizes(samples, count)
@@ -166,17 +145,15 @@ def losses(
         whole: of the baseline.
         cut: of the un-split model in as many micro-batches.
     """
-    stages, count = len({event.stage for event in events}), flags.micro_batches
-    spent = {
-        kind: [
-            sum(e.end - e.start for e in events if e.kind == kind and e.stage == stage) / count
-            for stage in range(stages)
-        ]
-        for kind in ("F", "B")
-    }
-    busy = count * (sum(spent["F"]) + sum(spent["B"])) / processes
-    simulated = simulate(flags.schedule, spent["F"], spent["B"], count, processes)
-    filling = busy * (processes - 1) / count * processes / stages
+    count = flags.micro_batches
+    spent: dict[tuple[str, int], float] = defaultdict(float)
+    for event in events:
+        spent[event.kind, event.stage] += (event.end - event.start) / count
+    stages = sorted({stage for _, stage in spent})
+    forward, backward = ([spent[kind, stage] for stage in stages] for kind in ("F", "B"))
+    busy = count * sum(spent.values()) / processes
+    simulated = simulate(flags.schedule, forward, backward, count, processes)
+    filling = busy * (processes - 1) / count * processes / len(stages)
     return {
         "ideal": whole / processes,
         "small micro-batches": (cut - whole) / processes,

@@ -3,35 +3,36 @@
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
 
+from benchmarks.harness import compare
 from common.launch.args import fail
+from common.launch.collectives import print0
 from common.launch.device import choose_device
 from common.launch.errors import UserError
 from common.launch.place import Place
 from common.launch.record import record
 from common.launch.rendezvous import JOB
 from common.launch.spawn import hosted, launch
+from examples.manual_allreduce_sgd.averaging import Averaging
 
 Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank does.
-
-    Args:
-        measure: called with the arguments and the rank's device; a function of a module. What it
-            returns on rank 0 is the result, and becomes JSON.
-        args: its first argument.
-        file: for the result.
-    """
+    """What every rank does: `measure(args, device)`; rank 0 writes what it returns to the file."""
 
     measure: Callable[[Any, torch.device], Any]
     args: Any
@@ -65,31 +66,42 @@ def main_worker(local_rank: int, place: Place, job: Job) -> None:
     dist.destroy_process_group()
 
 
-def seconds(
-    step: Step, repeats: int = 1, meet: Step = dist.barrier, takes_part: bool = True
-) -> Callable[[], float]:
-    """A call that measures a step: the seconds of the slowest rank. Every rank calls it.
+def time_steps(
+    what: str,
+    steps: Mapping[str, Step],
+    rounds: int,
+    repeats: int = 1,
+    meet: Step = dist.barrier,
+    alone: Collection[str] = (),
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round, those of the slowest rank. Every rank calls this.
 
     Args:
-        step: what is measured.
-        repeats: steps in a row in one measurement.
+        what: is measured, for a line with the medians.
+        steps: by name; one round before the others does not count.
+        rounds: samples of each step.
+        repeats: steps in a row in one sample.
         meet: all ranks start when they have met; out of gloo's barrier, some come milliseconds
             after others.
-        takes_part: whether this rank does the step; otherwise it waits for the others.
+        alone: the steps of rank 0 for which the others wait.
     """
 
-    def measured() -> float:
+    def measured(name: str) -> float:
+        takes_part = dist.get_rank() == 0 or name not in alone
         meet()
         started = time.perf_counter()
         for _ in range(repeats if takes_part else 0):
-            step()
+            steps[name]()
         wait_for_devices()
         spent = (time.perf_counter() - started) / repeats if takes_part else 0.0
         slowest = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
-    return measured
+    samples = compare({name: partial(measured, name) for name in steps}, rounds, warm_up=1)
+    line = ", ".join(f"{name} {1e3 * median(each):.2f}" for name, each in samples.items())
+    print0(f"{what}, {dist.get_world_size()} rank(s), ms: {line}")
+    return samples
 
 
 def wait_for_devices() -> None:
@@ -97,3 +109,18 @@ def wait_for_devices() -> None:
     if torch.cuda.is_initialized():
         for number in range(torch.cuda.device_count()):
             torch.cuda.synchronize(number)
+
+
+def training_step(model: nn.Module, images: Tensor, way: Averaging | None = None) -> Step:
+    """A step of SGD, whose gradients become the means over the ranks in some way, or stay apart."""
+    labels, trained = torch.arange(len(images)) % 10, way.model if way else model
+    optimizer = SGD(model.parameters(), 1e-3, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(trained(images), labels).backward()
+        if way:
+            way.average()
+        optimizer.step()
+
+    return step

@@ -78,12 +78,18 @@ class Benchmark:
         """The places without which it cannot run."""
         return re.findall(r"{(\w+)}", self.flags)
 
+    def words(self, places: Mapping[str, str], quick: bool = False) -> list[str]:
+        """What Python is given to run it, with the places filled in."""
+        flags = f"{self.flags} {self.quick if quick else ''}".split()
+        if self.peer and "peer" in places:
+            flags += ["--peer", "{peer}"]
+        return ["-m", f"benchmarks.{self.module}", *(flag.format_map(places) for flag in flags)]
+
     @property
     def command(self) -> str:
         """How to repeat it, with the places in capitals."""
-        flags = self.flags.format_map({name: name.upper() for name in self.needs})
-        peer = " --peer PEER" if self.peer else ""
-        return f"python -m benchmarks.{self.module} {flags}".strip() + peer
+        places = {name: name.upper() for name in (*self.needs, "peer")}
+        return " ".join(["python", *self.words(places)])
 
     def pictures(self, found: Found) -> Pictures:
         """Its charts, if views.py has a function of its name."""
@@ -130,16 +136,6 @@ def hand_against_torch(found: Found) -> float:
 def gpipe_against_1f1b(found: Found) -> float:
     """How many times the activations GPipe keeps in the first stage."""
     return found["bytes"]["GPipe"][0] / found["bytes"]["1F1B"][0]
-
-
-def largest_batch(found: Found) -> float:
-    """The speed-up of two replicas in threads with the largest batch."""
-    return list(found["batches"].values())[-1]["times_one_device"]["eight steps by hand"]
-
-
-def last_recipe(found: Found) -> float:
-    """The speed-up of the last recipe, which is ours."""
-    return list(found["speed"]["ratio"].values())[-1]
 
 
 def at_equal_accuracy(found: Found) -> float:

@@ -29,17 +29,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.optim import SGD
 
-from benchmarks import latency_bandwidth as model
-from benchmarks.harness import RanksMeasurement, compare, medians, ratios, save
+from benchmarks import latency_bandwidth as theory
+from benchmarks.harness import RanksMeasurement, facts, medians, ratios, save
 from benchmarks.latency_bandwidth import Link, Point
-from benchmarks.machine import facts
 from benchmarks.pipelines import Pipelines
-from benchmarks.ranks import Step, on_ranks, seconds
+from benchmarks.ranks import Step, on_ranks, time_steps, training_step
 from common.launch.args import start
-from common.launch.collectives import print0
 from common.launch.errors import UserError
 from common.launch.flags import at_least
 from common.launch.place import Place
@@ -84,84 +80,51 @@ class Args(RanksMeasurement):
             raise UserError(f"--micro-batches {self.micro_batches}: give at most --batch")
 
 
-def data_parallel(way: str, args: Args) -> Step:
-    """A step of one of `DATA_PARALLEL`, with the whole model on every rank."""
-    torch.manual_seed(0)
-    model = build("resnet18", 10, "group")
-    images = torch.randn(args.batch, 3, args.image_size, args.image_size)
-    labels = torch.arange(args.batch) % 10
-    average = None if way == "compute" else averaging(way, model, timeout=args.launch.patience)
-    trained = average.model if average else model
-    optimizer = SGD(model.parameters(), 1e-3, 0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(trained(images), labels).backward()
-        if average:
-            average.average()
-        optimizer.step()
-
-    return step
-
-
 def measure(args: Args, device: torch.device) -> dict[str, Any]:
     """Seconds of the steps and of all-reduces with as many ranks as there are."""
     torch.set_num_threads(1)  # a device is one thread
-    ranks = dist.get_world_size()
-    steps = {way: data_parallel(way, args) for way in DATA_PARALLEL}
-    precision, patience = Precision("fp32", channels_last="no"), args.launch.patience
+    ranks, patience, steps = dist.get_world_size(), args.launch.patience, dict[str, Step]()
+    for way in DATA_PARALLEL:
+        torch.manual_seed(0)
+        model = build("resnet18", 10, "group")
+        average = None if way == "compute" else averaging(way, model, timeout=patience)
+        images = torch.randn(args.batch, 3, args.image_size, args.image_size)
+        steps[way] = training_step(model, images, average)
+    precision = Precision("fp32", channels_last="no")
     pipelines = Pipelines(args.batch * ranks, args.image_size, precision, device, patience)
     flags = PipelineArgs(arch="resnet18", norm="group", micro_batches=args.micro_batches)
     made = pipelines.make(flags)
     steps["pipeline"] = made.step
     inputs = [made.local.partition.input(stage) for stage in range(1, ranks)]
     largest = max((prod(shape) * dtype.itemsize for shape, dtype in inputs), default=0)
-    timed = compare({name: seconds(step) for name, step in steps.items()}, args.rounds, warm_up=1)
-    line = ", ".join(f"{name} {1e3 * median(each):.0f}" for name, each in timed.items())
-    print0(f"{ranks} rank(s), step, ms: {line}")
-    all_reduce = {}
+    timed, all_reduce = time_steps("step", steps, args.rounds), {}
     for size in SIZES if ranks > 1 else ():
         tensor, repeats = torch.zeros(size // 4), max(1, min(10, (1 << 20) // size))
         ways = {TORCH: partial(dist.all_reduce, tensor), "ring": partial(ring, tensor)}
-        each = {name: seconds(way, repeats) for name, way in ways.items()}
-        all_reduce[size] = compare(each, args.rounds, warm_up=1)
+        all_reduce[size] = time_steps(f"{size / 1e6:.3f} MB", ways, args.rounds, repeats)
     activations = made.sizes[0] * largest
     return {"steps": timed, "all_reduce": all_reduce, "activations": activations}
 
 
 def fitted(found: Mapping[str, Any], way: str) -> dict[str, float]:
-    """The model's latency and bandwidth for one way to all-reduce, and its errors.
-
-    Args:
-        found: samples by ranks, size and way.
-        way: `TORCH` or ring.
-    """
+    """The model's latency and bandwidth for one way to all-reduce, and its errors."""
     points = [
         Point(int(ranks), int(size), median(samples[way]))
         for ranks, sizes in found.items()
         for size, samples in sizes.items()
     ]
-    link = model.fit(points)
-    return asdict(link) | model.errors(points, link)
+    link = theory.fit(points)
+    return asdict(link) | theory.errors(points, link)
 
 
-def calculated(
-    ranks: int, link: Link, compute: float, found: Mapping[str, Any]
-) -> dict[str, float]:
-    """Seconds of a step of each way with more ranks.
-
-    Args:
-        ranks: how many.
-        link: how a rank reaches the next one.
-        compute: seconds that one rank computes.
-        found: the result so far.
-    """
-    size, pipelined = found["gradient_bytes"], (STAGES, found["micro_batches"])
-    activations = found["activation_bytes"]
+def calculated(ranks: int, link: Link, found: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds of a step of each way with more ranks, each of which computes as long as one here."""
+    known = (ranks, found["gradient_bytes"], median(found["steps"]["1"]["compute"]), link)
+    pipelined = (STAGES, found["micro_batches"], found["activation_bytes"])
     return {
-        "flat": model.data_parallel_seconds(ranks, size, compute, link, overlap=False),
-        "ddp": model.data_parallel_seconds(ranks, size, compute, link, overlap=True),
-        "pipeline": model.pipeline_seconds(ranks, size, compute, link, *pipelined, activations),
+        "flat": theory.data_parallel_seconds(*known, overlap=False),
+        "ddp": theory.data_parallel_seconds(*known, overlap=True),
+        "pipeline": theory.pipeline_seconds(*known, *pipelined),
     }
 
 
@@ -187,10 +150,9 @@ def main(place: Place, args: Args) -> None:
         "fit": {way: fitted(all_reduce, way) for way in (TORCH, "ring")},
         "extrapolation": [],
     }
-    compute = median(steps["1"]["compute"])
     latencies = {"assumed": 1e-6 * args.latency, "fitted here": result["fit"][TORCH]["alpha"]}
     for gigabits, (source, alpha), ranks in product(NETWORKS, latencies.items(), MORE_RANKS):
-        spent = calculated(ranks, Link.network(gigabits, alpha), compute, result)
+        spent = calculated(ranks, Link.network(gigabits, alpha), result)
         row = {"gigabits": gigabits, "alpha": alpha, "alpha_from": source, "ranks": ranks}
         result["extrapolation"].append(row | {"seconds": spent})
     save("scaling", result, args.out)

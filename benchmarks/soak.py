@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.machine import facts
 from common.launch.flags import at_least
 from tests.conftest import Programs
 from tests.make_data import draw_folder
@@ -205,7 +204,7 @@ def shared_memory() -> set[Path]:
 
 def main(args: Args) -> None:
     """Soak, and write what was measured."""
-    programs, folder, about = Programs(), Path(tempfile.mkdtemp()), facts("torch")
+    programs, folder, about = Programs(), Path(tempfile.mkdtemp()), harness.facts("torch")
     try:
         found = Soak(args, programs, folder).run()
     finally:

@@ -55,16 +55,17 @@ def table(title: str, rows: Mapping[str, Any]) -> Table:
 
 
 def find(found: Any, way: Sequence[str]) -> Any:
-    """The value at the end of a way through the JSON; None where there is none.
+    """The value at the end of a way of keys through the JSON; None where there is none.
 
-    Args:
-        found: the JSON.
-        way: keys; * stands for every key, and makes a mapping from these keys to what is found.
+    In the way, (last) stands for the last key, and * for every key, which makes a mapping from
+    these keys to what is found.
     """
     if not way or found is None:
         return found
     if not isinstance(found, Mapping):
         return None
+    if way[0] == "(last)":
+        return find(list(found.values())[-1], way[1:])
     if way[0] != "*":
         return find(found.get(way[0]), way[1:])
     each = {key: find(value, way[1:]) for key, value in found.items()}
@@ -93,9 +94,14 @@ def all_numbers(found: Any, way: str = "") -> Iterator[tuple[str, list[float]]]:
             yield from all_numbers(value, f"{way} / {name}" if way else str(name))
 
 
+def measured(found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What was measured at one time, on one machine: a result (named ""), or each of its parts."""
+    parts = {"": found} | {name: of for name, of in found.items() if isinstance(of, Mapping)}
+    return {name: part for name, part in parts.items() if "machine" in part}
+
+
 def machines(found: Mapping[str, Any]) -> str:
     """The machines of a result, or of its parts, which may have been measured on several."""
-    parts = [part for part in (found, *found.values()) if isinstance(part, Mapping)]
-    known = [part["machine"] for part in parts if "machine" in part]
+    known = [part["machine"] for part in measured(found).values()]
     names = (", ".join([f"{one['cpu']}, {one['cores']} core(s)", *one["gpus"]]) for one in known)
     return "; ".join(dict.fromkeys(names))

@@ -4,7 +4,7 @@ A function takes the JSON of the result of its name and returns charts, by the n
 that shows them side by side. Optional parts of a result may be missing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -30,13 +30,7 @@ def middle(value: Any) -> float:
 
 
 def lines(rows: Mapping[Any, Found], scale: float = 1.0, suffix: str = "") -> list[Line]:
-    """A line for each way.
-
-    Args:
-        rows: {x: {way: value or samples}}; of samples the median is drawn.
-        scale: what to multiply values with.
-        suffix: of the lines' names.
-    """
+    """A line for each way of {x: {way: value or samples}}, times `scale`; of samples the median."""
     ways: dict[str, dict[float, float]] = {}
     for x, values in rows.items():
         for way, value in values.items():
@@ -75,42 +69,41 @@ def imagenet_throughput(found: Found) -> Pictures:
         "gpu": "training, ResNet-50, batch 256, GPU: images/s",
     }
     bars = []
-    for part, title in titles.items():
-        if part in found:
-            medians = found[part]["medians"].items()
-            speeds = {name: of["images_per_second"] for name, of in medians}
-            bars.append(peer_bars(title, "images/s", found[part], speeds))
+    for part in [part for part in titles if part in found]:
+        speeds = {name: of["images_per_second"] for name, of in found[part]["medians"].items()}
+        bars.append(peer_bars(titles[part], "images/s", found[part], speeds))
     return {"imagenet_throughput": bars}
 
 
 def allreduce(found: Found) -> Pictures:
     """Time against size with the machine's limits, and the training step."""
-    sizes: list[Chart] = []
-    for ranks, of in found["sizes"].items():
-        drawn, w = lines(of["seconds"], 1e3), int(ranks)
-        memory = median(chain(*of["memory"].values()))
-        limits = {
-            f"limit of memory, {memory / 1e9:.1f} GB/s per rank": (1 + 1 / w) / memory,
-            f"ring over plain TCP, {of['loopback'] / 1e9:.1f} GB/s": 2
-            * (1 - 1 / w)
-            / of["loopback"],
-        }
-        ends = [int(size) for size in of["memory"]]
-        for (name, per_byte), colour in zip(limits.items(), COLOURS[7:], strict=False):
-            drawn.append(Line(name, ends, [1e3 * end * per_byte for end in ends], colour, "--"))
-        sizes.append(Lines(f"{ranks} ranks", "bytes", "ms per all-reduce", drawn))
-    if not found.get("step"):
+    sizes = [all_reduces_by_size(ranks, of) for ranks, of in found["sizes"].items()]
+    step = found.get("step")
+    if not step:
         return {"allreduce": sizes}
-    steps = {way: 1e3 * median(values) for way, values in found["step"]["seconds"].items()}
+    steps = {way: 1e3 * median(values) for way, values in step["seconds"].items()}
     alone = steps["none"]
     parts = {
         way: {"computing": min(alone, ms), "waiting for the exchange": max(0.0, ms - alone)}
         for way, ms in steps.items()
     }
-    ratios = found["step"]["times_faster_than_ddp"].items()
+    ratios = step["times_faster_than_ddp"].items()
     notes = {way: f"{ratio:.2f} times DDP's speed" for way, ratio in ratios}
-    title = f"training step of ResNet-18, 2 ranks x {found['step']['batch']} images"
+    title = f"training step of ResNet-18, 2 ranks x {step['batch']} images"
     return {"allreduce": sizes, "allreduce_step": [Bars(title, "ms per step", parts, notes)]}
+
+
+def all_reduces_by_size(ranks: str, found: Found) -> Lines:
+    """Time against size with as many ranks, beside the limits of memory and TCP."""
+    w, loopback, memory = int(ranks), found["loopback"], median(chain(*found["memory"].values()))
+    limits = {  # seconds per byte
+        f"limit of memory, {memory / 1e9:.1f} GB/s per rank": (1 + 1 / w) / memory,
+        f"ring over plain TCP, {loopback / 1e9:.1f} GB/s": 2 * (1 - 1 / w) / loopback,
+    }
+    drawn, sizes = lines(found["seconds"], 1e3), [int(size) for size in found["memory"]]
+    for (name, per_byte), colour in zip(limits.items(), COLOURS[7:], strict=False):
+        drawn.append(Line(name, sizes, [1e3 * size * per_byte for size in sizes], colour, "--"))
+    return Lines(f"{ranks} ranks", "bytes", "ms per all-reduce", drawn)
 
 
 def pipeline(found: Found) -> Pictures:
@@ -135,11 +128,10 @@ def pipeline(found: Found) -> Pictures:
 def pipeline_memory(found: Found) -> Pictures:
     """Activations that the stages keep."""
     stages = [f"stage {number}, from {name}" for number, name in enumerate(found["stages"])]
-    kept = {
-        name: dict(zip(stages, (one / 2**20 for one in held), strict=True))
-        for name, held in found["bytes"].items()
-    }
-    notes = {name: f"first stage {held[stages[0]]:.0f}" for name, held in kept.items()}
+    kept, notes = {}, {}
+    for name, held in found["bytes"].items():
+        kept[name] = {stage: one / 2**20 for stage, one in zip(stages, held, strict=True)}
+        notes[name] = f"first stage {held[0] / 2**20:.0f}"
     title = f"activations kept at most, batch {found['batch_size']} in 8 micro-batches"
     return {"pipeline_memory": [Bars(title, "MiB", kept, notes)]}
 
@@ -149,13 +141,11 @@ def scaling(found: Found) -> Pictures:
     return {"scaling": [steps_by_ranks(found), exchange_by_ranks(found)]}
 
 
-def _networks(found: Found) -> dict[int, list[Found]]:
+def _networks(found: Found) -> Iterator[tuple[int, list[Found]]]:
     """The calculated rows of each network with the latency that was assumed."""
-    networks: dict[int, list[Found]] = {}
-    for row in found["extrapolation"]:
-        if row["alpha_from"] == "assumed":
-            networks.setdefault(row["gigabits"], []).append(row)
-    return networks
+    rows = [row for row in found["extrapolation"] if row["alpha_from"] == "assumed"]
+    for gigabits in sorted({row["gigabits"] for row in rows}):
+        yield gigabits, [row for row in rows if row["gigabits"] == gigabits]
 
 
 def steps_by_ranks(found: Found) -> Lines:
@@ -163,10 +153,10 @@ def steps_by_ranks(found: Found) -> Lines:
     drawn = lines(found["steps"], 1e3, ", measured")
     colours = {line.name.partition(",")[0]: line.colour for line in drawn}
     for way in ("flat", "ddp", "pipeline"):
-        for (gigabits, rows), dashes in zip(_networks(found).items(), (":", "--"), strict=False):
-            ranks, seconds = [row["ranks"] for row in rows], [row["seconds"][way] for row in rows]
+        for (gigabits, rows), dashes in zip(_networks(found), (":", "--"), strict=False):
+            seconds = {row["ranks"]: 1e3 * row["seconds"][way] for row in rows}
             name = f"{way}, {gigabits} Gb/s, calculated"
-            drawn.append(Line(name, ranks, [1e3 * one for one in seconds], colours[way], dashes))
+            drawn.append(Line(name, [*seconds], [*seconds.values()], colours[way], dashes))
     ticks = sorted({int(rank) for line in drawn for rank in line.xs})
     title = "time per step against ranks"
     return Lines(title, "ranks", "ms per step", drawn, ticks, from_zero=True)
@@ -174,25 +164,22 @@ def steps_by_ranks(found: Found) -> Lines:
 
 def exchange_by_ranks(found: Found) -> Lines:
     """All-reduces of the gradients against ranks: measured, by the fit, for other networks."""
-    size, more = found["gradient_bytes"], sorted({row["ranks"] for row in found["extrapolation"]})
-
-    def calculated(name: str, ranks: Sequence[int], link: Link, colour: str, dashes: str) -> Line:
-        seconds = [1e3 * ring_seconds(n, size, link) for n in ranks]
-        return Line(name, ranks, seconds, colour, dashes)
-
-    def nearest(sizes: Found) -> Any:
-        return sizes[min(sizes, key=lambda one: abs(int(one) - size))]
-
-    measured = {ranks: nearest(sizes) for ranks, sizes in found["all_reduce"].items()}
+    size, measured = found["gradient_bytes"], {}
+    for ranks, sizes in found["all_reduce"].items():
+        measured[ranks] = sizes[min(sizes, key=lambda one: abs(int(one) - size))]
     drawn = lines(measured, 1e3, ", measured")
+    more = sorted({row["ranks"] for row in found["extrapolation"]})
     ranks = [*map(int, measured), *more]
-    for (way, of), colour in zip(found["fit"].items(), COLOURS, strict=False):
-        link = Link(of["alpha"], of["beta"])
-        drawn.append(calculated(f"{way}, by the fit", ranks, link, colour, ":"))
-    for (gigabits, rows), colour in zip(_networks(found).items(), COLOURS[2:], strict=False):
-        link = Link.network(gigabits, rows[0]["alpha"])
+    calculated: list[tuple[str, Link, list[int], str]] = []
+    for way, of in found["fit"].items():
+        calculated.append((f"{way}, by the fit", Link(of["alpha"], of["beta"]), ranks, ":"))
+    for gigabits, (row, *_) in _networks(found):
+        link = Link.network(gigabits, row["alpha"])
         name = f"{gigabits} Gb/s, {1e6 * link.alpha:g} µs, calculated"
-        drawn.append(calculated(name, more, link, colour, "--"))
+        calculated.append((name, link, more, "--"))
+    for (name, link, xs, dashes), colour in zip(calculated, COLOURS, strict=False):
+        seconds = [1e3 * ring_seconds(n, size, link) for n in xs]
+        drawn.append(Line(name, xs, seconds, colour, dashes))
     title = "all-reduce of the gradients against ranks"
     return Lines(title, "ranks", "ms per all-reduce", drawn, ranks)
 
@@ -205,8 +192,8 @@ def dataparallel(found: Found) -> Pictures:
     charts: list[Chart] = [Lines("speed against batch", x, y, drawn, ticks, from_zero=True)]
     shares = {}
     for batch, of in batches.items():
-        spent = {step: median(values) for step, values in of.get("steps", {}).items()}
-        if spent:
+        if "steps" in of:
+            spent = {step: median(values) for step, values in of["steps"].items()}
             shares[f"batch {batch}"] = {
                 part: 100 * sum(spent[step] for step in steps) / sum(spent.values())
                 for part, steps in EIGHT_STEPS.items()

@@ -144,7 +144,7 @@ def test_a_benchmark_that_cannot_run_and_one_that_fails(tmp_path: Path) -> None:
 def test_programs_that_nobody_described_run_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(every, "BENCHMARKS", [each for each in BENCHMARKS if each.module != "soak"])
     (found,) = (benchmark for benchmark in every.known() if benchmark.result == "soak")
-    assert every.words(found, every.Args(quick=True), {})[:2] == ["-m", "benchmarks.soak"]
+    assert found.words({}, quick=True) == ["-m", "benchmarks.soak"]
     assert [each.module for each in every.known()].count("pipeline") == 2  # speed and memory
     helpers = {"all", "report", "bert_recipes", "charts", "commands", "harness", "imagenet_input", "machine", "ranks"}
     assert not {each.module for each in every.known()} & helpers
