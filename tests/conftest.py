@@ -200,6 +200,13 @@ def eventually() -> Callable[[Callable[[], object], float, str], None]:
     return wait
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need real data: `make test` leaves them to `make check`."""
+    for item in items:
+        if "real_data" in getattr(item, "fixturenames", ()):
+            item.add_marker("data")
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder with real datasets; where there is none, MNIST is downloaded, once."""
