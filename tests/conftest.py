@@ -22,7 +22,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU where there is none: pytest counts these tests as deselected, not as passed."""
+    """Mark what needs real data, which `make test` leaves to `make check`; leave out what needs a GPU where there is none:
+    pytest counts these tests as deselected, not as passed.
+    """
+    for item in items:
+        if "real_data" in getattr(item, "fixturenames", ()):
+            item.add_marker("data")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch
@@ -198,13 +203,6 @@ def eventually() -> Callable[[Callable[[], object], float, str], None]:
             time.sleep(0.02)
 
     return wait
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that need real data: `make test` leaves them to `make check`."""
-    for item in items:
-        if "real_data" in getattr(item, "fixturenames", ()):
-            item.add_marker("data")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ not at all. Its name holds a digest of its content (`checkpoint_files`).
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,8 +116,15 @@ class Checkpoints:
             The checkpoint, or None to start from the beginning.
 
         Raises:
-            UserError: damaged, made with other settings, or not the same on all ranks.
+            UserError: damaged, made with other settings, or not the same on all ranks; or a part is
+                sharded, so that a checkpoint would hold rank 0's shard only.
         """
+        for name, part in self.parts.items():
+            if any(type(value).__name__ == "DTensor" for value in _values(part.state_dict())):
+                raise UserError(
+                    f"part {name!r} of the checkpoints is sharded (DTensor): give one whose "
+                    f"state_dict holds whole tensors on rank 0, gathered in before_save"
+                )
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         if dist.get_rank() == 0:
             for leftover in self.folder.glob(".*.tmp"):  # of a process killed while it wrote
@@ -180,6 +187,17 @@ def _copied(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)([_copied(value) for value in state])
     return state
+
+
+def _values(state: Any) -> Iterator[Any]:
+    """The values inside of a state."""
+    if isinstance(state, Mapping):
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _values(value)
+    else:
+        yield state
 
 
 def _start_afresh(folder: Path) -> None:

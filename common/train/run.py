@@ -93,7 +93,7 @@ class Run:
         """Go on from the checkpoint that `--resume` names, if there is one. Every rank calls this.
 
         Args:
-            before_save: called by every rank before a checkpoint is written.
+            before_save: called by every rank before the best weights or a checkpoint are written.
             parts: what checkpoints hold, without wrappers: `model`, which is also the one that is
                 checked and kept when it is the best, `optimizer`, `scheduler`; None is left out.
 
@@ -206,6 +206,7 @@ class Run:
             UserError: the model diverged; nothing of it is saved.
         """
         state, before = self.state, self.state.best.get(best, math.nan)
+        self._before_save()  # the best weights are of the same parts as the checkpoint
         show_evaluation(self, self.label, evaluation, names)
         value = state.metrics[best]
         if math.isnan(before) or (value < before if smaller_is_better else value > before):

@@ -104,7 +104,6 @@ def train(args: Args, device: torch.device) -> None:
                 optimizer.zero_grad()
                 scheduler.step()
                 run.log(loss * grid.pp_size)  # only the last stage's process has it
-            full.gather()
             evaluation = evaluate(local, grid, test_batches, len(data.classes))
             run.end_epoch(evaluation, model=full.model.module, names=data.val.names)
 

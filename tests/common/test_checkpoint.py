@@ -215,3 +215,13 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         write_atomically(tmp_path / "file" / "below", b"x")
+
+
+def test_a_sharded_part_is_refused(tmp_path: Path) -> None:
+    """Rank 0 would write its own shard, and every rank would load that."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 3)
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    with pytest.raises(UserError, match="part 'model' of the checkpoints is sharded"):
+        Checkpoints(tmp_path / "checkpoints", {"model": model}, {}).load("no")

@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pages(site: Path) -> list[Path]:
     """All but the source files' pages, of which one stands for all."""
     found = [path for path in sorted(site.rglob("*.html")) if "source" not in path.relative_to(site).parts]
-    return [*found, site / "source" / "common" / "launcher.py.html"]
+    return [*found, site / "source" / "common" / "launch" / "resolve.py.html"]
 
 
 def test_every_example_has_a_page_in_both_languages(site: Path) -> None:
