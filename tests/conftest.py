@@ -22,9 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs real data, which `make test` leaves to `make check`; leave out what needs a GPU where there is none:
-    pytest counts these tests as deselected, not as passed.
-    """
+    """Mark what needs real data, and leave out what needs a GPU where there is none: pytest counts it as deselected."""
     for item in items:
         if "real_data" in getattr(item, "fixturenames", ()):
             item.add_marker("data")

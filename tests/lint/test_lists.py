@@ -1,0 +1,30 @@
+"""A new example is in every list: where one is missing, the message says what to add."""
+
+import re
+from pathlib import Path
+
+from tests.contract.trainings import EXAMPLES
+from tests.examples.test_copy import COPIES
+from tests.hashes import PROGRAMS
+
+ROOT = Path(__file__).parents[2]
+NAMES = {path.parent.name for path in ROOT.glob("examples/*/train.py")}
+
+
+def test_every_example_is_in_every_list() -> None:
+    tox = re.findall(r"^\[testenv:\{(.*)\}(?:-full)?\]$", (ROOT / "tox.ini").read_text(), re.MULTILINE)
+    lists = {
+        "examples/NAME/README.md": {path.parent.name for path in ROOT.glob("examples/*/README.md")},
+        "examples/NAME/README.zh-CN.md": {path.parent.name for path in ROOT.glob("examples/*/README.zh-CN.md")},
+        "the table of README.md": set(
+            re.findall(r"^\| \[`(\w+)`\]\(examples", (ROOT / "README.md").read_text(), re.MULTILINE)
+        ),
+        "tox -e NAME, in tox.ini": set(tox[0].split(",")),
+        "tox -e NAME-full, in tox.ini": set(tox[1].split(",")),
+        "a short training, in tests/contract/trainings.py": set(EXAMPLES),
+        "a copy, in tests/examples/test_copy.py": set(COPIES),
+        "a recorded hash, in tests/hashes.py": set(PROGRAMS),
+    }
+    missing = {what: sorted(NAMES - found) for what, found in lists.items() if NAMES - found}
+    assert missing == {}, f"add to each of these: {missing}"
+    assert {what: sorted(found - NAMES) for what, found in lists.items() if found - NAMES} == {}
