@@ -7,6 +7,7 @@ server from which `multiprocessing` forks workers, and the workers of torchrun.
 
 What warm programs do not show is what they import and in which order: that is what the documented commands are for,
 which the tests start from nothing, like every program with `cold=True` or a variable that libraries read when imported.
+With `DDP_TEST_COLD=1` every program is started from nothing, but for those that enter a network namespace.
 """
 
 import atexit
@@ -37,6 +38,7 @@ LIBRARIES = (
 )  # fmt: skip
 ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
+COLD = "DDP_TEST_COLD"  # set to 1, it switches all of this off
 WAITING = ("OMP_WAIT_POLICY",)  # how threads wait for work: it says nothing about what they compute, and is passed on
 SPACE = "DDP_TEST_NETNS"  # the network namespace that a program enters
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
@@ -61,6 +63,8 @@ def name_of(token: str) -> str:
 
 def possible(words: list[str], env: dict[str, str]) -> bool:
     """Whether a fork can do it: a module, a script, or code, without flags of Python itself."""
+    if os.environ.get(COLD) == "1" and SPACE not in env:
+        return False
     return (words[0] in ("-m", "-c") or words[0][0] != "-") and not any(n.startswith(READ_AT_IMPORT) for n in env)
 
 

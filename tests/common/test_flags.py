@@ -15,6 +15,7 @@ import pytest
 
 from common.launch.flags import MAY_CHANGE, Launch, fixed_flags
 from common.train.precision import Precision
+from tests import warm
 from tests.conftest import ROOT, Programs
 from tests.runs import shown
 
@@ -22,7 +23,7 @@ EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/__mai
 STARTED = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "examples").glob("*/*.py")
-    if "start(Args" in path.read_text() and path.name != "__main__.py"
+    if re.search(r"^    (start\(Args|runpy)", path.read_text(), re.MULTILINE) and path.name != "__main__.py"
 )
 # Those whose flags have a file of their own answer before torch is imported.
 QUICK = [f"examples.{name}" for name in EXAMPLES]
@@ -152,3 +153,10 @@ def test_a_mistake_is_one_line_on_a_terminal_too() -> None:
     assert re.fullmatch(r"error: Unrecognized options: --epoch, 3; perhaps you meant --epochs \([^\n]*\)\r\n", said), (
         said
     )
+
+
+@pytest.mark.parametrize("cold", ["0", "1"])
+def test_programs_start_from_nothing_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, cold: str) -> None:
+    monkeypatch.setenv(warm.COLD, cold)
+    assert warm.possible(["-m", "examples.gan_ddp"], {}) == (cold == "0")
+    assert warm.possible(["-m", "examples.gan_ddp"], {warm.SPACE: "a network"})
