@@ -111,5 +111,5 @@ def train(args: Args, device: torch.device) -> None:
         run.finish()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same as python -m examples.bert_dp
     runpy.run_module("examples.bert_dp", run_name="__main__")

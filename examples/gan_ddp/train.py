@@ -128,5 +128,5 @@ def evaluate(both: nn.ModuleDict, args: Args, epoch: int, data: ImageData) -> di
     return {"frechet_distance": distance}
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same as python -m examples.gan_ddp
     runpy.run_module("examples.gan_ddp", run_name="__main__")

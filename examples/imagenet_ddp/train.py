@@ -120,5 +120,5 @@ def train(args: Args, device: torch.device) -> None:
         run.finish(parameter_hash=check_replicas(eval_model), skipped_images=report_broken())
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same as python -m examples.imagenet_ddp
     runpy.run_module("examples.imagenet_ddp", run_name="__main__")

@@ -103,5 +103,5 @@ def train(args: Args, device: torch.device) -> None:
         run.finish(algorithm=args.algorithm, bytes_sent=gradients.bytes_sent)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same as python -m examples.manual_allreduce_sgd
     runpy.run_module("examples.manual_allreduce_sgd", run_name="__main__")

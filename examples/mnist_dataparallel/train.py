@@ -127,5 +127,5 @@ def remember_engine(run: Run, name: str) -> None:
     run.state.notes["engine"] = name
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same as python -m examples.mnist_dataparallel
     runpy.run_module("examples.mnist_dataparallel", run_name="__main__")

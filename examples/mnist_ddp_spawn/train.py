@@ -116,5 +116,5 @@ def train(args: Args, device: torch.device) -> None:
         run.finish()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same as python -m examples.mnist_ddp_spawn
     runpy.run_module("examples.mnist_ddp_spawn", run_name="__main__")

@@ -115,5 +115,5 @@ def train(args: Args, device: torch.device) -> None:
         run.finish(parameter_hash=full.parameter_hash(), **facts)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same as python -m examples.resnet_pipeline
     runpy.run_module("examples.resnet_pipeline", run_name="__main__")
