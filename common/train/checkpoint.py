@@ -117,7 +117,7 @@ class Checkpoints:
 
         Raises:
             UserError: damaged, made with other settings, or not the same on all ranks; or a part is
-                sharded, so that a checkpoint would hold rank 0's shard only.
+                sharded, so that a checkpoint would hold rank 0's shard only; or does not fit.
         """
         for name, part in self.parts.items():
             if any(type(value).__name__ == "DTensor" for value in _values(part.state_dict())):
@@ -144,7 +144,14 @@ class Checkpoints:
         self._compare(found)
         _set_aside([path for path in files(self.folder) if step_of(path) > found.step])
         for name, part in self.parts.items():
-            part.load_state_dict(found.state[name])
+            try:
+                part.load_state_dict(found.state[name])
+            except (KeyError, RuntimeError, ValueError) as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise UserError(
+                    f"{found.path} does not fit {name!r} of this run ({reason}): resume with the "
+                    f"program that wrote it, or choose another --out"
+                ) from None
         if found.state["world_size"] == dist.get_world_size():
             restore_random_state(found.state["random"][dist.get_rank()])
         announce_world(found.state["world_size"])

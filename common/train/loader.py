@@ -67,16 +67,21 @@ def rest_of_epoch(
 
     Returns:
         The batches, and how often this rank has trained on each sample in this epoch, [N], int32.
+
+    Raises:
+        UserError: batches do not end with the samples' indices.
     """
     seed, epoch, done = position
+    samples = len(loader.dataset)
     if isinstance(loader, DataLoader):
         _complete(loader, hash((seed, dist.get_rank(), epoch)))
     sampler = getattr(loader, "batch_sampler", None)
     if hasattr(sampler, "skip"):
         sampler.skip(done)
-        return unwrapped(loader), sampler.seen()
-    counts = torch.zeros(len(loader.dataset), dtype=torch.int32)
-    random, batches = random_state(), unwrapped(loader)
+        return _numbered(unwrapped(loader), samples, full=False), sampler.seen()
+    counts = torch.zeros(samples, dtype=torch.int32)
+    full = done == 0 and samples >= batch_size
+    random, batches = random_state(), _numbered(unwrapped(loader), samples, full)
     for batch in range(done):
         left = len(counts) - batch * batch_size
         *_, indices = next(batches)
@@ -85,6 +90,22 @@ def rest_of_epoch(
     if done:
         restore_random_state(random)
     return batches, counts
+
+
+def _numbered(batches: Iterator[Any], samples: int, full: bool) -> Iterator[Any]:
+    """The batches; see that their last items are indices: of a full batch, no two are the same."""
+    for number, batch in enumerate(batches):
+        last = batch[-1] if isinstance(batch, (list, tuple)) and len(batch) > 1 else None
+        right = isinstance(last, Tensor) and last.dtype == torch.int64 and last.dim() == 1
+        if right and number == 0 and len(last):
+            inside = 0 <= int(last.min()) <= int(last.max()) < samples
+            right = inside and (not full or len(last.unique()) == len(last))
+        if not right:
+            raise UserError(
+                f"a sample's last item must be its number in the dataset, from 0 to {samples - 1}: "
+                f"Run counts by it that each sample is trained on once; see docs/en/your-model.md"
+            )
+        yield batch
 
 
 def _complete(loader: "DataLoader[Any]", seed: int) -> None:

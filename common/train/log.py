@@ -67,6 +67,8 @@ class Log:
         self.points = [point for point in _points(file) if point[0] <= step] if resumed else []
         write_atomically(file, "".join(_line(*point) for point in self.points).encode())
         (self.out / "result.json").unlink(missing_ok=True)  # an earlier run's: this one may fail
+        if not resumed:
+            (self.out / "predictions.csv").unlink(missing_ok=True)
         for events in self.out.glob("tensorboard/events.*"):
             events.unlink()  # written anew from metrics.jsonl: nothing is missing or twice
         self._for_tensorboard = list(self.points)

@@ -4,7 +4,6 @@ It knows where the run is, counts samples, saves and resumes, stops with the oth
 says at the end what came out. It never calls the model, the loss, backward or the optimizer.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -203,18 +202,15 @@ class Run:
             names: of the test samples, for predictions.csv.
 
         Raises:
-            UserError: the model diverged; nothing of it is saved.
+            UserError: the model diverged, and nothing of it is saved; the ranks' metrics differ, or
+                `best` is not one of them.
         """
-        state, before = self.state, self.state.best.get(best, math.nan)
         self._before_save()  # the best weights are of the same parts as the checkpoint
         show_evaluation(self, self.label, evaluation, names)
-        value = state.metrics[best]
-        if math.isnan(before) or (value < before if smaller_is_better else value > before):
-            state.best = {best: value}
-            if dist.get_rank() == 0:
-                model = bare(model or self.parts["model"])
-                (save_best or partial(save_model, self.args.out / "best.safetensors", model))()
-        state.epoch, state.batch = state.epoch + 1, 0
+        if self.state.improved(best, smaller_is_better) and dist.get_rank() == 0:
+            model = bare(model or self.parts["model"])
+            (save_best or partial(save_model, self.args.out / "best.safetensors", model))()
+        self.state.epoch, self.state.batch = self.state.epoch + 1, 0
         self._save()
 
     def finish(self, *, parameter_hash: str = "", **facts: Any) -> None:

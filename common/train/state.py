@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.launch.errors import UserError
+
 
 @dataclass
 class TrainState:
@@ -15,6 +17,23 @@ class TrainState:
     best: dict[str, float] = field(default_factory=dict)  # the best value of the metric chosen
     metrics: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)  # of the program
+
+    def improved(self, metric: str, smaller_is_better: bool) -> bool:
+        """Whether a metric is better than ever before in this run; then it is the best from now on.
+
+        Raises:
+            UserError: there is no such metric.
+        """
+        if metric not in self.metrics:
+            known = ", ".join(self.metrics)
+            raise UserError(
+                f"end_epoch(best={metric!r}): the metrics are {known}; name one of them"
+            )
+        value, before = self.metrics[metric], self.best.get(metric)
+        better = before is None or (value < before if smaller_is_better else value > before)
+        if better:
+            self.best = {metric: value}
+        return better
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def greet(run: "Run") -> None:
 def show_evaluation(
     run: "Run", label: str, evaluation: Evaluation | Mapping[str, float], names: Sequence[str] = ()
 ) -> None:
-    """Print and record an evaluation, and write predictions.csv.
+    """Print and record an evaluation, and write predictions.csv. Every rank calls this.
 
     Args:
         run: whose `state.metrics` become those of the evaluation.
@@ -79,7 +79,7 @@ def show_evaluation(
         names: of the test samples, if they have names.
 
     Raises:
-        UserError: the model diverged.
+        UserError: the model diverged, or the ranks' metrics differ.
     """
     log, step, seconds = run.meters.log, run.state.step, run.meters.evaluated()
     metrics, loss = evaluation, {}
@@ -92,6 +92,8 @@ def show_evaluation(
     for name, value in {**loss, **known}.items():
         if not math.isfinite(value):
             raise UserError(f"training diverged: in {label} the test {name} is {value}; lower --lr")
+    remedy = "evaluate the whole test set, put together by ordered_predictions, on every rank"
+    assert_same_on_all_ranks(known, "the metrics", remedy)
     shown = {f"test {name}": value for name, value in loss.items()} | known
     numbers = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
     log.print0(f"{label}: {numbers} ({seconds:.1f} s)")

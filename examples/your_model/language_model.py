@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from common.data.samplers import Shard
 from common.launch.args import start
+from common.launch.collectives import broadcast_buffers
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.record import record
@@ -111,6 +112,7 @@ def evaluate(
     model: DDP, loader: Any, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> dict[str, float]:
     """Bits per character of the whole test set. Every rank calls this, with its own shard."""
+    broadcast_buffers(model.module)  # BatchNorm's, if there is one: each rank has its own
     bare, device = model.module.eval(), next(model.parameters()).device
     losses = [torch.empty(0)]  # of each sample; a shard may be empty
     for inputs, labels, _ in loader:

@@ -142,5 +142,5 @@ def train(args: Args, device: torch.device) -> None:
         run.finish()
 
 
-if __name__ == "__main__":  # the same as python -m examples.your_model
+if __name__ == "__main__":
     runpy.run_module("examples.your_model", run_name="__main__")

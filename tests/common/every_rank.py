@@ -44,7 +44,7 @@ from common.train.log import Log
 from common.train.meters import Meters
 from common.train.run import Run
 from common.train.stop import Stop
-from common.train.summary import greet
+from common.train.summary import greet, show_evaluation
 from common.train.weights import load_model
 from examples.mnist_ddp_spawn.args import Args
 
@@ -150,6 +150,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "round_trip": lambda here: lambda: list(job.round_trip(here.doctor)),
     "same_versions": lambda here: lambda: list(job.same_versions(here.doctor)),
     "save": lambda here: lambda: here.checkpoints.save({"step": 1}),
+    "show_evaluation": lambda here: lambda: show_evaluation(here.run, "epoch 1", {"accuracy": 1.0}),
     "steps": steps,
     "warm_up_buckets": ddp,
     "warn_of_broken": lambda here: lambda: warn_of_broken(here.run),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, Programs
-from tests.runs import Eventually, losses, newest_step, predictions, result
+from tests.runs import Eventually, losses, mutated, newest_step, predictions, result
 
 FOLDER = ROOT / "examples" / "your_model"
 PROGRAMS = {"train": "examples.your_model", "language_model": "examples.your_model.language_model"}
@@ -76,3 +76,46 @@ def frame(name: str) -> list[str]:
 def test_the_two_programs_differ_in_the_four_places_only() -> None:
     assert frame("train") == frame("language_model")
     assert len(frame("train")) > 60
+
+
+# Mistakes that a copy makes, as text in the template, and the one line that answers them.
+MISTAKES = {
+    "no number": (
+        ("labels[part], torch.arange(int(part.sum())))", "labels[part])"),
+        "a sample's last item must be its number",
+    ),
+    "a number of the whole table": (
+        ("torch.arange(int(part.sum()))", "part.nonzero().squeeze(1) + 200"),
+        "from 0 to 425",
+    ),
+    "a metric of this rank's shard": (
+        ("evaluate(model, test_loader, 2, run.autocast)", '{"accuracy": dist.get_rank() / 2}'),
+        "the ranks disagree on the metrics",
+    ),
+    "a metric that is not there": (
+        ("evaluate(model, test_loader, 2, run.autocast)", '{"rmse": 1.0}'),
+        "end_epoch(best='accuracy'): the metrics are rmse",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_of_a_copy_is_one_line(programs: Programs, tmp_path: Path, mistake: str) -> None:
+    change, words = MISTAKES[mistake]
+    folder = mutated(tmp_path / "copy", ("examples/your_model/train.py", *change))
+    run = ("-m", "examples.your_model", "--nproc", 2, "--epochs", 1, "--out", tmp_path / "out")
+    done = programs.run(*run, cwd=folder, code=2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert words in line
+    assert "Traceback" not in done.stderr
+
+
+def test_the_checkpoint_of_another_model_is_refused(programs: Programs, tmp_path: Path) -> None:
+    run = ("-m", "examples.your_model", "--nproc", 2, "--epochs", 1, "--resume", "auto", "--out", tmp_path / "out")
+    programs.run(*run)
+    file = "examples/your_model/train.py"
+    changes = ((file, "columns, 32)", "columns, 31)"), (file, "nn.Linear(32, 2)", "nn.Linear(31, 2)"))
+    folder = mutated(tmp_path / "copy", *changes)
+    done = programs.run(*run, cwd=folder, code=2)
+    assert "does not fit 'model' of this run (" in done.stderr
+    assert "Traceback" not in done.stderr
