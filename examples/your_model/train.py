@@ -9,7 +9,6 @@
 With any number of processes, the training is the same up to rounding.
 """
 
-import runpy
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from common.data.samplers import Shard
+from common.launch.args import start
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.record import record
@@ -143,4 +143,4 @@ def train(args: Args, device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    runpy.run_module("examples.your_model", run_name="__main__")
+    start(Args, "examples.your_model.train:main")

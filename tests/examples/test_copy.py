@@ -30,7 +30,7 @@ EPOCH = ("--epochs", 1)
 STEPS = 10
 
 # What the page says to delete, and what to take instead.
-DELETED = {"JOB", "Place", "launch", "wait_for", "warm_up_buckets"}
+DELETED = {"JOB", "Place", "launch", "start", "wait_for", "warm_up_buckets"}
 INSTEAD = {"Run": "stand_in", "choose_device": "stand_in", "record": "torch.distributed.elastic.multiprocessing.errors"}
 WHOLE = {"common.data.models": "models", "common.data.samplers": "samplers"}  # files that need nothing but torch
 
@@ -153,7 +153,7 @@ def copied(text: str, changes: tuple[tuple[str, str], ...] = ()) -> str:
     text = re.sub(r"^.*\b(warm_up_buckets\(|place\.export\().*\n", "", text, flags=re.MULTILINE)
     text = text.replace(", init_method=JOB", "").replace("place: Place, ", "")
     begin = '    main_worker(int(os.environ["LOCAL_RANK"]), ARGS)'
-    return re.sub(r"^    runpy\.run_module\(.*\)$", begin, text, flags=re.MULTILINE)
+    return re.sub(r"^    (?:runpy\.run_module|start)\(.*\)$", begin, text, flags=re.MULTILINE)
 
 
 def take_out(folder: Path, name: str, flags: Any, example: Path = ROOT) -> None:
