@@ -463,7 +463,7 @@ def test_mutation_statistics_of_batch_norm_not_shared(programs: Programs, tmp_pa
     [
         (("sampler.set_epoch(epoch)", "sampler.set_epoch(0)"), 9),  # steps, up to the first that must be wrong
         (("labels[local_samples:] = PADDING", "labels[local_samples:] += 0"), 8),  # the last batch: 5 of 2 ranks
-        (("with nullcontext() if last else model.no_sync()", "with model.no_sync()"), 1),
+        (("with nullcontext() if is_last else model.no_sync()", "with model.no_sync()"), 1),
         (("loss_sum * world_size", "loss_sum"), 0),
     ],
 )
