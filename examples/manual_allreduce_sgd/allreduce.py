@@ -56,11 +56,8 @@ def ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> int:
         sent += exchange(outgoing, right, incoming, left, group)
         mine += incoming
     for step in range(world_size - 1):  # all-gather: complete sums travel to the right
-        outgoing, target = (
-            chunks[(rank + 1 - step) % world_size],
-            chunks[(rank - step) % world_size],
-        )
-        sent += exchange(outgoing, right, target, left, group)
+        outgoing, into = chunks[(rank + 1 - step) % world_size], chunks[(rank - step) % world_size]
+        sent += exchange(outgoing, right, into, left, group)
     return sent
 
 

@@ -202,7 +202,7 @@ MUTATIONS = [
     ("a step is left out", "allreduce", "range(world_size - 1):  # all", "range(world_size - 2):  # all"),
     ("the wrong neighbour", "allreduce", *NEIGHBOURS),
     ("received, not added", "allreduce", "mine += incoming", "mine.copy_(incoming)"),
-    ("added in the second half, too", "allreduce", "mine, left, group)", "mine, left, group) + 0 * len(mine.mul_(2))"),
+    ("added in the second half, too", "allreduce", "into, left, group)", "into, left, group) + 0 * len(into.mul_(2))"),
     ("one partner is left out", "allreduce", "while distance < power:", "while distance * 2 < power:"),
     ("extra ranks are forgotten", "allreduce", "tensor += buffer\n    distance", "tensor += 0\n    distance"),
     ("a view is not copied back", "allreduce", "tensor.copy_(flat.view(tensor.shape))", "pass"),
