@@ -13,8 +13,8 @@ ends, so the processes are started several times. Measured in the same run:
 * loopback: all ranks send to their right and receive from their left over plain TCP sockets.
 
 The last two give the dashed lines of the chart: a ring sends 2 (W - 1) / W of the bytes; the sum in
-shared memory reads S and writes S / W bytes per rank. The former is no hard limit: Python's threads
-move the bytes, gloo can be faster.
+shared memory reads S and writes S / W bytes per rank. Python threads
+move the bytes over loopback, so gloo can be faster than that line.
 """
 
 import os
@@ -122,7 +122,7 @@ def loopback_bandwidth() -> float:
 
 
 def measure_sizes(args: Args, _: torch.device) -> dict[str, Any]:
-    """Seconds of every algorithm for every size, and the machine's limits with as many ranks."""
+    """Seconds of every algorithm and size, and this machine's limits for this number of ranks."""
     memory = SharedMemory(64 * MIB, args.launch.patience)
     fast, bounded = FastRing(timeout=args.launch.patience), bounded_group()
     found: dict[str, Any] = {"memory": {}, "loopback": loopback_bandwidth(), "seconds": {}}

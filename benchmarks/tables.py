@@ -54,21 +54,21 @@ def table(title: str, rows: Mapping[str, Any]) -> Table:
     return Table(title, ("", *(name.replace("_", " ") for name in columns)), cells)
 
 
-def find(found: Any, way: Sequence[str]) -> Any:
-    """The value at the end of a way of keys through the JSON; None where there is none.
+def find(found: Any, path: Sequence[str]) -> Any:
+    """Follow a path of keys into the JSON; None where a key is missing.
 
-    In the way, (last) stands for the last key, and * for every key, which makes a mapping from
-    these keys to what is found.
+    The key (last) selects the last one there is. The key * selects all: the result is a mapping
+    from each of them to what is found there.
     """
-    if not way or found is None:
+    if not path or found is None:
         return found
     if not isinstance(found, Mapping):
         return None
-    if way[0] == "(last)":
-        return find(list(found.values())[-1], way[1:])
-    if way[0] != "*":
-        return find(found.get(way[0]), way[1:])
-    each = {key: find(value, way[1:]) for key, value in found.items()}
+    if path[0] == "(last)":
+        return find(list(found.values())[-1], path[1:])
+    if path[0] != "*":
+        return find(found.get(path[0]), path[1:])
+    each = {key: find(value, path[1:]) for key, value in found.items()}
     return {key: value for key, value in each.items() if value is not None} or None
 
 
@@ -83,15 +83,15 @@ def tables(title: str, found: Any) -> Iterator[Table]:
         yield table(f"{title}: {key}", rows)
 
 
-def all_numbers(found: Any, way: str = "") -> Iterator[tuple[str, list[float]]]:
-    """All numbers and lists of numbers in a result, each with the way to it."""
+def all_numbers(found: Any, path: str = "") -> Iterator[tuple[str, list[float]]]:
+    """All numbers and lists of numbers in a result, each with the path to it."""
     samples = numbers(found)
     if samples:
-        yield way, samples
+        yield path, samples
     elif isinstance(found, Mapping | list):
         inner = found.items() if isinstance(found, Mapping) else enumerate(found)
         for name, value in inner:
-            yield from all_numbers(value, f"{way} / {name}" if way else str(name))
+            yield from all_numbers(value, f"{path} / {name}" if path else str(name))
 
 
 def measured(found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -111,7 +111,7 @@ def _opened(content: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(content))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        raise BrokenImageError("it is no image") from None
+        raise BrokenImageError("it is not an image") from None
 
 
 class _Decoders(threading.local):

@@ -100,7 +100,7 @@ class Args:
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 32
     """GLOBAL batch size in reviews, divided by the ranks, in each by DataParallel's devices."""
     fast: bool = False
-    """Less arithmetic than the stock BERT for the same scores, up to rounding (fast_bert.py)."""
+    """The scores of the stock BERT, up to rounding, with less arithmetic (fast_bert.py)."""
     log_step: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 100
     """Steps between lines of the log."""
     seed: int = 0

@@ -1,9 +1,13 @@
 """Metrics against definitions written out, and numbers that are not defined."""
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor
 
 from common.train.evaluate import classification_metrics
+from common.train.log import Log
 
 
 def metrics(scores: Tensor, targets: Tensor) -> dict[str, float | None]:
@@ -40,3 +44,11 @@ def test_top5_and_many_classes() -> None:
     top = torch.tensor([[7, 1, 2, 3, 4], [1, 2, 3, 4, 7], [1, 2, 3, 4, 5], [9, 8, 6, 5, 4]])
     found = classification_metrics(top, torch.tensor([7, 7, 7, 9]), 1000, torch.empty(4, 0))
     assert (found["accuracy"], found["top5"], found["auc"]) == (0.5, 0.75, None)
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_fresh_run_leaves_no_results_of_an_earlier_one(tmp_path: Path, resumed: bool) -> None:
+    for name in ("result.json", "predictions.csv"):
+        (tmp_path / name).touch()
+    Log(tmp_path, active=True).start(step=0, resumed=resumed)
+    assert [path.name for path in tmp_path.glob("[rp]*")] == ["predictions.csv"] * resumed

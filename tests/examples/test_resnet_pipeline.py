@@ -100,7 +100,9 @@ def test_the_unsplit_model_loads_what_a_pipeline_leaves(trained: dict[str, Path]
     newest = max((out / "checkpoints").glob("step-*.pt"))
     model.load_state_dict(torch.load(newest, weights_only=True)["model"])
     assert parameter_hash(model) == result(out)["parameter_hash"]
-    assert load_file(out / "best.safetensors").keys() == model.state_dict().keys()
+    best, unsplit = load_file(out / "best.safetensors"), load_file(trained["1"] / "best.safetensors")
+    assert best.keys() == model.state_dict().keys()
+    assert all(torch.equal(best[name], unsplit[name]) for name in best)
 
 
 def test_the_timeline_shows_every_operation(trained: dict[str, Path]) -> None:
