@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.machine import here
 from tests.warm import MARK, WAITING, name_of
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +24,10 @@ ROOT = Path(__file__).parent.parent
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs real data, and leave out what needs a GPU where there is none: pytest counts it as deselected."""
+    default = config.getini("timeout") if config.getoption("timeout") is None else config.getoption("timeout")
     for item in items:
+        marker = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(here(float(marker.args[0] if marker else default))), append=False)
         if "real_data" in getattr(item, "fixturenames", ()):
             item.add_marker("data")
     gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -91,11 +95,11 @@ class Programs:
     ) -> subprocess.CompletedProcess[str]:
         """Wait for a program and check its exit code."""
         try:
-            out, err = process.communicate(timeout=limit)
+            out, err = process.communicate(timeout=here(limit))
         except subprocess.TimeoutExpired:
             self.kill()
             out, err = process.communicate()
-            pytest.fail(f"{process.args} did not end within {limit} s\n{out}\n{err}")
+            pytest.fail(f"{process.args} did not end within {here(limit):.0f} s\n{out}\n{err}")
         assert process.returncode == code, f"{process.args}\nended with {process.returncode}\n{out}\n{err}"
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -147,7 +151,7 @@ class Programs:
 
     def gone(self, within: float = 5) -> bool:
         """Whether nothing is left, after waiting a moment for it."""
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + here(within)
         while self.left() and time.monotonic() < deadline:
             time.sleep(0.05)
         return not self.left()
@@ -195,9 +199,9 @@ def eventually() -> Callable[[Callable[[], object], float, str], None]:
     """Wait for a condition."""
 
     def wait(condition: Callable[[], object], limit: float, what: str) -> None:
-        deadline = time.monotonic() + limit
+        started = time.monotonic()
         while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within {limit} s"
+            assert time.monotonic() - started < here(limit), f"{what}: not within {here(limit):.0f} s"
             time.sleep(0.02)
 
     return wait

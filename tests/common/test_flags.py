@@ -17,6 +17,7 @@ from common.launch.flags import MAY_CHANGE, Launch, fixed_flags
 from common.train.precision import Precision
 from tests import warm
 from tests.conftest import ROOT, Programs
+from tests.machine import here
 from tests.runs import shown
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/__main__.py"))
@@ -149,7 +150,7 @@ def test_a_mistake_is_one_line_on_a_terminal_too() -> None:
     process = subprocess.Popen(command, cwd=ROOT, stdin=its_end, stdout=its_end, stderr=its_end)
     os.close(its_end)
     said = shown(terminal)
-    assert process.wait(10) == 2
+    assert process.wait(here(10)) == 2
     assert re.fullmatch(r"error: Unrecognized options: --epoch, 3; perhaps you meant --epochs \([^\n]*\)\r\n", said), (
         said
     )

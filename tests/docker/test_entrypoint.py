@@ -15,6 +15,7 @@ from common.launch import errors
 from common.launch.errors import NOTES, RETRY, note
 from tests.conftest import ROOT, Programs
 from tests.e2e.engine import load
+from tests.machine import here
 from tests.make_data import write_idx
 from tests.runs import Eventually, newest_step
 
@@ -248,7 +249,7 @@ def test_torchrun_with_the_codes_of_its_workers(
     process.terminate()
     started = time.monotonic()
     assert "stopped by SIGTERM: checkpoint at step" in programs.finish(process, code=143).stderr
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < here(10)
     stopped = newest_step(tmp_path)
 
     process = at_step(stopped + 5)
@@ -285,7 +286,7 @@ def test_what_is_left_out_is_missed(
     (tmp_path / "entrypoint.py").write_text(source.replace(old, new))
     for script in (SCRIPT, tmp_path / "entrypoint.py"):
         process = programs.start(script, "--", *command, cold=True)
-        process.wait(timeout=20)
+        process.wait(timeout=here(20))
         good = (process.returncode, programs.left()) == (code, {})
         programs.kill()
         process.communicate()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
+from tests.machine import here
 from tests.warm import WAITING
 
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
@@ -78,7 +79,7 @@ def test_commands_run(
         | {"MPLCONFIGDIR": str(fonts), **waiting},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=here(400),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

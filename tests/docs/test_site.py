@@ -18,6 +18,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.browser import DESK, PHONE, complaints, requests, show, started
 from tests.conftest import ROOT
+from tests.machine import here
 
 pytestmark = pytest.mark.xdist_group("site")  # one build, one browser
 HOSTILE = "http://127.0.0.1:9"  # a proxy that nobody serves: whoever asks the network fails
@@ -41,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = {"PATH": os.environ["PATH"], "NO_MKDOCS_2_WARNING": "1", "http_proxy": HOSTILE, "https_proxy": HOSTILE}
     for command, out in zip(recipe, (folder, folder / "zh"), strict=True):
         words = [sys.executable, *shlex.split(command), "--site-dir", str(out)]
-        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=here(120), check=False)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
     return folder
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tests.conftest import ROOT
+from tests.machine import here
 
 # The README's commands with one container, and the flags of the first: all containers of the tests are as hardened.
 COMMANDS = re.findall(r"^docker run .*", (ROOT / "README.md").read_text().replace("\\\n", " "), re.MULTILINE)
@@ -52,7 +53,9 @@ def engine(*words: object, code: int | None = 0, limit: float = 120) -> subproce
     """Run a command of the engine and check its exit code (None: any)."""
     command = [program(), *map(str, words)]
     with tempfile.TemporaryDirectory() as folder:  # podman's monitor leaves a file `oom` in its working directory
-        done = subprocess.run(command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=here(limit), check=False
+        )
     assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -126,7 +129,7 @@ class Containers:
 
 
 def eventually(condition: Callable[[], object], limit: float, what: str) -> None:
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + here(limit)
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {limit} s"
+        assert time.monotonic() < deadline, f"{what}: not within {here(limit):.0f} s"
         time.sleep(0.1)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.engine import COMMANDS, HARDENED, Containers, engine, eventually, image
 from tests.k8s.test_manifests import BUILT
+from tests.machine import here
 from tests.runs import newest_step, result
 
 
@@ -145,7 +146,7 @@ def test_stop_lets_it_save(containers: Containers, out: Path, name: str, program
     started = time.monotonic()
     engine("stop", "--time", "60", stopped)
     said = containers.finish(stopped, code=143)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < here(10)
     (step,) = re.findall(r"stopped by SIGTERM: checkpoint at step (\d+); go on with --resume auto", said)
     said = containers.run("resumed", image(name), *words, "--resume", "auto", "--out", "stopped", out=out)
     assert f"at step {step}\n" in said.split("resumed from", 1)[1], "no step is done twice"

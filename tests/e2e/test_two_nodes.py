@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 from tests.e2e.engine import ENV, Containers, engine, eventually, image, program
 from tests.k8s.policy import Manifests
 from tests.k8s.test_manifests import manifests
+from tests.machine import here
 from tests.runs import Result, newest_step, result
 
 # Shorter than the whole demo, and with checkpoints to be killed between.
@@ -84,7 +85,7 @@ def pods(
 def reference(name: str, out: Path, more: tuple[str, ...]) -> Result:
     """Two processes of the same program without containers."""
     command = [sys.executable, "-m", f"examples.{name}", "--nproc", "2", "--out", str(out), *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=here(400), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return result(out)
 
@@ -202,7 +203,7 @@ def test_the_compose_file_trains_on_two_nodes(containers: Containers) -> None:
     compose = [*provider, "--project-name", project, "--file", str(ROOT / "docker" / "compose.yaml")]
     try:
         done = subprocess.run(
-            [*compose, "up"], env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
+            [*compose, "up"], env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=here(500), check=False
         )
         said = done.stdout + done.stderr
         assert "world size 2" in said, said

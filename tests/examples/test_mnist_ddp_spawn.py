@@ -24,6 +24,7 @@ from common.train.checks import parameter_hash
 from common.train.evaluate import classification_metrics
 from common.train.precision import Precision
 from tests.conftest import ROOT, Programs
+from tests.machine import here
 from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, predictions, result, shown
 
@@ -326,7 +327,7 @@ def test_a_signal_saves_the_step_and_leaves_nothing(
     else:
         process.send_signal(signum)
     done = programs.finish(process, code)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < here(10)
     assert programs.gone(within=2)
     stopped = re.fullmatch(rf"stopped by {signum.name}: checkpoint at step (\d+); go on with --resume auto\n",
                            done.stderr.replace(NO_GPU, ""))  # fmt: skip
@@ -348,7 +349,7 @@ def test_on_a_terminal_messages_stand_on_lines_of_their_own(tmp_path: Path, even
         try:
             eventually(lambda: newest_step(tmp_path) >= 24, 100, "step 24")
             os.killpg(process.pid, signal.SIGINT)
-            assert process.wait(30) == 130
+            assert process.wait(here(30)) == 130
         finally:
             process.kill()
     lines = [line.rpartition("\r")[2].removeprefix("\x1b[K") for line in said.result().split("\r\n")]

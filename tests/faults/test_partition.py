@@ -11,6 +11,7 @@ from tests.conftest import Programs
 from tests.faults.conftest import FLAGS
 from tests.faults.network import NODE, ip
 from tests.faults.test_restarts import same
+from tests.machine import here
 from tests.runs import Eventually, newest_step, tiny_imagenet
 
 
@@ -38,8 +39,8 @@ def test_the_network_between_two_nodes_is_cut(
     started = time.monotonic()
     time.sleep(1)
     stopped = newest_step(tmp_path)
-    codes = [node.wait(60) for node in both]
-    assert time.monotonic() - started < 45
+    codes = [node.wait(here(60)) for node in both]
+    assert time.monotonic() - started < here(45)
     assert codes == [75, 75], "start again"
     assert newest_step(tmp_path) == stopped
     logs = [(tmp_path / f"log-{number}").read_text() for number in (0, 1)]
@@ -50,7 +51,7 @@ def test_the_network_between_two_nodes_is_cut(
         1
     ]
     ip("-n", network[0], "link", "set", "cable", "up")
-    assert [node.wait(100) for node in nodes()] == [0, 0]
+    assert [node.wait(here(100)) for node in nodes()] == [0, 0]
     assert same(tmp_path, undisturbed[2])
 
 
@@ -86,6 +87,6 @@ def test_a_writer_that_is_cut_off_writes_no_more(
     time.sleep(1)
     assert not (tmp_path / "writes-1").exists(), "the writer is on the other side than the rendezvous"
     written = (tmp_path / "writes-0").read_text()
-    assert all(node.wait(60) != 0 for node in nodes)
-    assert time.monotonic() - started < 45
+    assert all(node.wait(here(60)) != 0 for node in nodes)
+    assert time.monotonic() - started < here(45)
     assert (tmp_path / "writes-0").read_text() == written
