@@ -3,6 +3,8 @@
 import os
 
 import torch
+import torch.distributed as dist
+from torch.cuda import nccl
 
 from common.launch.cgroup import cores
 from common.launch.errors import UserError
@@ -10,6 +12,8 @@ from common.launch.flags import Launch
 from common.launch.place import Place, current
 
 _share: int | None = None
+SHARING_NCCL = (2, 30)
+"""The first version of nccl in which ranks may share a device, with NCCL_MULTI_RANK_GPU_ENABLE."""
 
 
 def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
@@ -17,12 +21,13 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
 
     Args:
         flags: `--device`, `--gpu`, `--dist-backend`.
-        local_rank: the rank's number on its machine; it takes the CUDA device of that number.
+        local_rank: the rank's number on its machine; it takes the CUDA device of that number,
+            modulo the number of devices.
 
     Returns:
         The device, and the first argument of `init_process_group`: `cpu:gloo,cuda:nccl`, or
         `gloo`. (With nccl, collectives on CPU tensors still go through gloo: nccl cannot move
-        them.)
+        them.) Ranks that share a device use nccl if it can do that, else gloo.
 
     Raises:
         UserError: a device or backend that this machine does not have.
@@ -35,27 +40,61 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
         raise UserError(
             f"{flag}: this machine has no CUDA device that torch can use; try --device cpu"
         )
-    backend = flags.dist_backend
-    if backend == "auto":
-        backend = "nccl" if cuda else "gloo"
-    if backend == "nccl" and not cuda:
+    if flags.dist_backend == "nccl" and not cuda:
         raise UserError(
             "--dist-backend nccl needs CUDA devices, and torch sees none; use --dist-backend gloo"
         )
     if not cuda:
-        return torch.device("cpu"), backend
-    devices, place = torch.cuda.device_count(), current()
-    # A launcher may show one device to each process; those that we spawn see all of them.
-    if backend == "nccl" and not place.launched and place.local_world_size > devices:
-        raise UserError(
-            f"{place.local_world_size} processes on {devices} CUDA device(s): nccl needs a device "
-            f"for each; use --nproc {devices}, or --dist-backend gloo to share them"
-        )
+        return torch.device("cpu"), "gloo"
+    devices, backend = torch.cuda.device_count(), _cuda_backend(flags)
     if flags.gpu is not None and flags.gpu >= devices:
         raise UserError(f"--gpu {flags.gpu}: this machine has CUDA devices 0 to {devices - 1}")
     device = torch.device("cuda", local_rank % devices if flags.gpu is None else flags.gpu)
     torch.cuda.set_device(device)  # collectives and allocations that name no device go there
     return device, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+
+
+def ranks_share_devices() -> bool:
+    """Whether the ranks of this node are more than the CUDA devices that torch sees.
+
+    Under SLURM they may not be: srun can show each process a device of its own.
+    """
+    place, devices = current(), torch.cuda.device_count()
+    own = place.launcher == "slurm" and devices == 1
+    return 0 < devices < place.local_world_size and not own
+
+
+def message_device(device: torch.device) -> torch.device:
+    """Where a tensor must lie that one rank sends to another by `send`, `isend` or `P2POp`.
+
+    That is `device`, but for CUDA tensors under gloo, which moves those in collectives only: they
+    go through the memory of the host.
+    """
+    gloo = "nccl" not in str(dist.get_backend_config())
+    return torch.device("cpu") if gloo else device
+
+
+def _cuda_backend(flags: Launch) -> str:
+    """nccl, or gloo; sets the variables that let nccl share a device.
+
+    Raises:
+        UserError: nccl was asked for by name, and this version cannot share devices.
+    """
+    if flags.dist_backend == "gloo" or not ranks_share_devices():
+        return "gloo" if flags.dist_backend == "gloo" else "nccl"
+    version = nccl.version() if dist.is_nccl_available() else (0,)
+    if version >= SHARING_NCCL:
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+        os.environ.setdefault("NCCL_MAX_CTAS", "4")  # leaves room for the other ranks' kernels
+        return "nccl"
+    if flags.dist_backend == "auto":
+        return "gloo"
+    ranks, devices = current().local_world_size, torch.cuda.device_count()
+    raise UserError(
+        f"--dist-backend nccl: {ranks} processes share {devices} CUDA device(s), and this nccl "
+        f"({'.'.join(map(str, version))}) cannot do that before "
+        f"{'.'.join(map(str, SHARING_NCCL))}; leave the flag out, and they use gloo"
+    )
 
 
 def share_cores(place: Place, neighbours: int) -> None:

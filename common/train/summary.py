@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.launch.collectives import assert_same_on_all_ranks
+from common.launch.device import ranks_share_devices
 from common.launch.errors import UserError
 from common.launch.place import current
 from common.train.evaluate import Evaluation
@@ -57,10 +58,12 @@ def greet(run: "Run") -> None:
     if run.amp.deterministic and cuda:
         run.warn("--deterministic makes CUDA kernels repeatable, and the run considerably slower")
     device = torch.cuda.get_device_name(run.device) if cuda else "cpu"
+    shared = cuda and ranks_share_devices()
+    count = f"{world_size} ranks share {torch.cuda.device_count()}" if shared else f"{world_size}"
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     shares = run.options.shares or f"{ranks} x {run.batch_size // world_size}"
     run.print0(
-        f"{program(run.args)}: {run.options.what or run.data}, {world_size} x {device} with "
+        f"{program(run.args)}: {run.options.what or run.data}, {count} x {device} with "
         f"{torch.get_num_threads()} thread(s), {place.num_nodes} node(s), "
         f"launcher {place.launcher}, backend {backend()}, {run.amp.name}"
         f"{', channels last' if run.amp.channels_last else ''}, batch {run.batch_size} = {shares}"

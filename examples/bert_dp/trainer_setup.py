@@ -31,6 +31,8 @@ def join(local_rank: int, place: Place) -> torch.device:
         os.environ.pop("LOCAL_RANK", None)  # with it, one process would not use DataParallel
     else:  # accelerate would set another number of threads, and with it change the last bits
         os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        if device.type == "cuda":  # accelerate takes the device of this number
+            os.environ["LOCAL_RANK"] = str(device.index)
     return device
 
 

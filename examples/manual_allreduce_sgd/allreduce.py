@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.launch.device import message_device
+
 Algorithm = Callable[[Tensor], int]
 """Sums a contiguous tensor [n] over the ranks in place, and returns the bytes this rank sent."""
 
@@ -37,7 +39,7 @@ def ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> int:
     workstations (https://doi.org/10.1016/j.jpdc.2008.09.002).
 
     Args:
-        tensor: contiguous, [n], any n; on the CPU with gloo, on a CUDA device with nccl.
+        tensor: contiguous, [n], any n; on a CUDA device with nccl only (see `message_device`).
         group: the ranks; by default all.
 
     Returns:
@@ -128,13 +130,14 @@ def backend(tensor: Tensor, group: dist.ProcessGroup | None = None) -> int:
 def all_reduce(tensor: Tensor, algorithm: Algorithm = ring) -> int:
     """Sum a tensor of any shape and layout over the ranks in place. Every rank calls this.
 
-    Messages are ranges of memory: a tensor that is not contiguous is copied, and copied back.
+    Messages are ranges of memory that the backend can read: a tensor that is not contiguous, or on
+    a CUDA device under gloo, is copied, and copied back.
 
     Returns:
         The bytes this rank sent.
     """
-    flat = tensor.contiguous().view(-1)
+    flat = tensor.contiguous().view(-1).to(message_device(tensor.device))
     sent = algorithm(flat)
-    if not tensor.is_contiguous():
+    if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
     return sent

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.launch import rendezvous
+from common.launch.device import message_device
 from examples.manual_allreduce_sgd.collectives import (
     all_gather,
     all_reduce,
@@ -27,7 +28,7 @@ def send_recv(tour: Tour) -> None:
 
     Each rank receives a number, adds 1 and passes it on.
     """
-    value = tour.numbers(100.0)
+    value = tour.numbers(100.0).to(message_device(tour.device))
     before = text(value)
     # Rank 0 sends without receiving: if every rank waited for its left, all would wait forever.
     if tour.rank > 0:
@@ -40,7 +41,7 @@ def send_recv(tour: Tour) -> None:
 
 def isend_irecv(tour: Tour) -> None:
     """Not blocking: the calls return at once; do not touch the tensors until `wait` returns."""
-    value = tour.numbers(-1.0 if tour.rank else 7.0)
+    value = tour.numbers(-1.0 if tour.rank else 7.0).to(message_device(tour.device))
     before = text(value)
     if tour.rank:
         works, events = [dist.irecv(value, src=0)], ["started receiving"]
@@ -59,7 +60,7 @@ def isend_irecv(tour: Tour) -> None:
 
 def batched(tour: Tour) -> None:
     """Several at once: with nccl, the only safe way for two ranks to send to each other."""
-    mine, theirs = tour.numbers(float(tour.rank)), tour.numbers(-1.0)
+    mine, theirs = tour.numbers(float(tour.rank), -1.0).to(message_device(tour.device)).split(1)
     send, receive = (
         dist.P2POp(dist.isend, mine, tour.right),
         dist.P2POp(dist.irecv, theirs, tour.left),

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from common.launch.device import message_device
 from common.launch.errors import Lost, UserError
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.model import PADDING, Stage
@@ -120,7 +121,8 @@ class TorchPipeline:
         timeline: records what is computed when.
 
     Raises:
-        UserError: torch's schedule does not take this number of micro-batches.
+        UserError: torch's schedule does not take this number of micro-batches; or CUDA devices
+            under gloo, which has no point-to-point messages for them.
     """
 
     def __init__(
@@ -134,6 +136,11 @@ class TorchPipeline:
         schedule: str,
         timeline: Timeline,
     ) -> None:
+        if message_device(grid.device) != grid.device:
+            raise UserError(
+                "--engine torch sends CUDA tensors from rank to rank, which gloo cannot: use "
+                "--engine hand, or a device for each process"
+            )
         self.grid, self.timeline = grid, timeline
         self.samples, self.most_kept = 1.0, 0
         micro = -(-images[0] // count)

@@ -42,7 +42,7 @@ def predict(local: LocalStages, grid: Grid, batches: Iterable[Any]) -> tuple[Ten
                 message = receive(shape, dtype, stage, rank, grid.pipeline, index)
                 with grid.watching(rank, "waits for an evaluation"):
                     message.work.wait()
-                x = message.tensor
+                x = message.tensor.to(grid.device)
             x = stage(x)
             if after != grid.pp_rank:
                 leaving.append(send(x, stage, grid.ranks[after], grid.pipeline, index + 1))

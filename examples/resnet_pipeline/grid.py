@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.launch.collectives import all_reduce_mean
+from common.launch.device import message_device
 from common.launch.errors import Lost, UserError
 
 
@@ -129,7 +130,7 @@ def _connect(grid: Grid) -> None:
 
     With nccl two ranks connect by their first message, and both wait for it.
     """
-    number = torch.zeros(1, device=grid.device)
+    number = torch.zeros(1, device=message_device(grid.device))
     last = grid.pp_size - 1
     for (kind, round_the_end), group in grid.channels.items():
         for first in [last] * (last > 0) if round_the_end else range(last):

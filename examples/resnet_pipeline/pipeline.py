@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.launch.device import message_device
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.model import Stage
 from examples.resnet_pipeline.partition import Partition
@@ -21,7 +22,7 @@ AHEAD = 3  # operations whose messages are expected before their turn
 
 
 class Message(NamedTuple):
-    """A tensor on its way; it must not change until `work` is done."""
+    """A tensor on its way, on `message_device`; it must not change until `work` is done."""
 
     tensor: Tensor
     work: dist.Work
@@ -29,7 +30,7 @@ class Message(NamedTuple):
 
 def send(tensor: Tensor, stage: Stage, rank: int, group: dist.ProcessGroup, tag: int) -> Message:
     """Begin to send a tensor that `stage` has computed to a global rank."""
-    tensor = in_memory_order(tensor, stage)
+    tensor = in_memory_order(tensor, stage).to(message_device(stage.amp.device))
     work = dist.isend(tensor, rank, group, tag)
     assert work is not None
     return Message(tensor, work)
@@ -45,7 +46,8 @@ def receive(
 ) -> Message:
     """Begin to receive a tensor that `stage` needs from a global rank."""
     layout = torch.channels_last if stage.amp.channels_last else torch.contiguous_format
-    tensor = torch.empty(tuple(shape), dtype=dtype, device=stage.amp.device, memory_format=layout)
+    device = message_device(stage.amp.device)
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=layout)
     work = dist.irecv(in_memory_order(tensor, stage), rank, group, tag)
     assert work is not None
     return Message(tensor, work)
@@ -180,7 +182,7 @@ class Pipeline:
         rank, _ = self.grid.sender(op.kind, op.stage)
         with self.grid.watching(rank, f"waits for the input of {op.kind}{op.micro}"):
             message.work.wait()
-        return message.tensor
+        return message.tensor.to(self.grid.device)
 
     def send(self, op: Op, tensor: Tensor) -> None:
         """Begin to send the result of an operation to the stage that needs it."""

@@ -53,13 +53,14 @@ def two_devices(names: tuple[str, str] | None) -> tuple[torch.device, torch.devi
     """The devices to use.
 
     Args:
-        names: by default those of two GPUs if there are, else the CPU twice.
+        names: by default two GPUs, or the only one twice, or the CPU twice.
 
     Raises:
         UserError: a device that this machine does not have.
     """
     if names is None:
-        names = ("cuda:0", "cuda:1") if torch.cuda.device_count() > 1 else ("cpu", "cpu")
+        count = torch.cuda.device_count()
+        names = ("cuda:0", f"cuda:{min(count, 2) - 1}") if count else ("cpu", "cpu")
     try:
         first, second = (torch.empty(0, device=name).device for name in names)
     except (RuntimeError, AssertionError) as error:
