@@ -59,7 +59,8 @@ class Programs:
 
         It is forked from a process that has imported torch (see `tests/warm.py`), unless `cold` or `env` forbid it.
         """
-        kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START", *WAITING)
+        kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START")
+        kept = (*kept, "PYTHONPATH", "LD_LIBRARY_PATH", *WAITING)  # a GPU machine's own wheels and driver
         clean = {name: os.environ[name] for name in kept if name in os.environ}
         program = subprocess.Popen
         assert warm.SPACE not in (env or {}) or warm.possible([*map(str, words)], env or {}), "nobody would enter it"

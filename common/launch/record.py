@@ -32,6 +32,9 @@ LOST = (
     "Connection reset by peer",
     "Timed out waiting",
     "timeout caused pair closure",
+    "NCCL communicator was aborted",
+    "Watchdog caught collective operation timeout",
+    "remote process exited or there was a network error",
 )
 # What else can be said in a line: words of the error's message, and what to do.
 REMEDIES = {
@@ -39,6 +42,8 @@ REMEDIES = {
     "DataLoader worker (pid": "more memory, or --workers 0",
     "out of memory": "a smaller --batch-size, or more processes",
     "allocate memory": "a smaller --batch-size, or more processes",
+    "Duplicate GPU detected": "fewer processes than GPUs, or --dist-backend gloo",
+    "Multiple Ranks are using the same GPU": "fewer processes than GPUs, or --dist-backend gloo",
 }
 OUTSIDE = "outside of training, nothing to save"
 

@@ -1,6 +1,6 @@
 """Mixed precision: what a run computes with on one device."""
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class MixedPrecision:
         device: of this rank.
 
     Raises:
-        UserError: bf16 on a device that cannot compute it.
+        UserError: bf16 or tf32 on a device that cannot compute it.
     """
 
     def __init__(self, flags: Precision, device: torch.device) -> None:
@@ -28,13 +28,20 @@ class MixedPrecision:
             raise UserError(
                 "--precision bf16: this GPU does not compute bfloat16; use --precision fp32"
             )
+        if flags.precision == "tf32" and device.type != "cuda":
+            raise UserError("--precision tf32: only NVIDIA GPUs compute it; use --precision fp32")
         bf16 = flags.precision == "bf16" or (flags.precision == "auto" and native)
         self.device = device
-        self.name = "bf16" if bf16 else "fp32"
+        self.name = "bf16" if bf16 else "tf32" if flags.precision == "tf32" else "fp32"
         layout = flags.channels_last
         self.channels_last = bf16 if layout == "auto" else layout == "yes"
         self.compile = flags.compile
         self.deterministic = flags.deterministic
+        if device.type == "cuda":
+            # By default cuDNN's convolutions, and they alone, round float32 to TF32.
+            backends: Any = torch.backends  # properties that type checkers do not see
+            backends.fp32_precision = "tf32" if self.name == "tf32" else "ieee"
+            backends.cudnn.benchmark = True  # tries the algorithms once per shape
         if self.deterministic:  # the CPU's kernels are repeatable anyway
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.backends.cudnn.deterministic = True

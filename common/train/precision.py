@@ -11,8 +11,9 @@ class Precision:
     """Numbers: precision, memory layout, compiler."""
 
     # Resuming compares what these come to on the device (`MixedPrecision.settings`).
-    precision: Annotated[Literal["auto", "fp32", "bf16"], MAY_CHANGE] = "auto"
-    """Matrix products and convolutions in float32 or bfloat16; auto is bf16 where it is native."""
+    precision: Annotated[Literal["auto", "fp32", "tf32", "bf16"], MAY_CHANGE] = "auto"
+    """Matrix products and convolutions in float32, TF32 (a GPU's float32 with 10 bits of mantissa)
+    or bfloat16; auto is bf16 where it is native, else fp32."""
     channels_last: Annotated[Literal["auto", "yes", "no"], MAY_CHANGE] = "auto"
     """Memory layout NHWC, faster for convolutions in bf16; auto follows the precision."""
     compile: Annotated[bool, MAY_CHANGE] = False

@@ -74,7 +74,9 @@ def train(args: Args, device: torch.device) -> None:
         run.print0(f"DataParallel over {used}" if devices else "no DataParallel: one device")
 
         sampler = LengthSampler(data.train.lengths, args.batch_size, args.seed)
-        loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=tuple)
+        loader = DataLoader(
+            data.train, batch_sampler=sampler, collate_fn=tuple, pin_memory=device.type == "cuda"
+        )
         shard = Shard(len(data.validation))  # this rank's reviews, not shuffled
         size = 64 * max(1, len(devices))
         validation = DataLoader(data.validation, size, sampler=shard, collate_fn=tuple)
@@ -93,7 +95,8 @@ def train(args: Args, device: torch.device) -> None:
                 labels[local_samples:] = PADDING
                 # One sum per replica. The mean of the replicas' means would be another loss where
                 # their shares differ: of 5 reviews, 4 devices get 2, 2 and 1.
-                sums = parallel(ids.to(device), labels.to(device))  # [replicas]
+                ids, labels = (x.to(device, non_blocking=True) for x in (ids, labels))
+                sums = parallel(ids, labels)  # [replicas]
                 loss = sums.sum() * world_size / batch_samples  # averaged over the ranks below
                 optimizer.zero_grad()
                 loss.backward()  # DataParallel adds up the replicas' gradients in the model

@@ -88,7 +88,7 @@ def train(args: Args, device: torch.device) -> None:
             for pixels, _ in run.steps(loader):  # [B, 1, H, W], bytes
                 # The sampler pads the last batch with repeated images, at the end: cut them off.
                 batch_samples, local_samples = run.batch_share()
-                reals = run.amp.to_device(scaled(pixels[:local_samples]))
+                reals = scaled(run.amp.to_device(pixels[:local_samples]))
                 latent = noise(batch_samples, args.latent, args.seed, run.state.step)
                 # DDP averages over the ranks: this makes it the mean over the global batch.
                 scale = world_size / batch_samples

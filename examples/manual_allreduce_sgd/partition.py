@@ -71,7 +71,7 @@ def deal(cards: int, sizes: tuple[float, ...]) -> list[int]:
 
 
 def partition_dataset(
-    data: ImageData, batch_size: int, seed: int, epoch: int
+    data: ImageData, batch_size: int, seed: int, epoch: int, pin_memory: bool = False
 ) -> "DataLoader[tuple[Tensor, Tensor, Tensor]]":
     """This rank's part of an epoch, in as many batches as the other ranks have.
 
@@ -83,6 +83,7 @@ def partition_dataset(
         batch_size: samples of a global batch, a multiple of the world size.
         seed: with the epoch, decides the order of the samples.
         epoch: the number of the epoch, from 0.
+        pin_memory: for a CUDA device, to which pinned memory is copied without a wait.
 
     """
     world_size = dist.get_world_size()
@@ -91,4 +92,6 @@ def partition_dataset(
     samples = partitioner.use(dist.get_rank())
     steps = -(-len(data.train) // batch_size)
     batches = [samples[step * local_samples :][:local_samples] for step in range(steps)]
-    return DataLoader(data.train, batch_sampler=batches, collate_fn=data.normalise)
+    return DataLoader(
+        data.train, batch_sampler=batches, collate_fn=data.normalise, pin_memory=pin_memory
+    )

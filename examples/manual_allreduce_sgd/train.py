@@ -66,7 +66,7 @@ def mean_losses(loss_sum: Tensor, samples: int) -> str:
 
 def train(args: Args, device: torch.device) -> None:
     """Train and evaluate; every rank runs this with its own part of the data."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     torch.manual_seed(args.seed + rank)
     data = image_data(args.dataset, args.data_dir)
     with Run(args, device, data, what=f"{args.algorithm}, {data}") as run:
@@ -79,10 +79,10 @@ def train(args: Args, device: torch.device) -> None:
         run.resume(model=model, optimizer=optimizer)
 
         for epoch in run.epochs(args.epochs):
-            loader = partition_dataset(data, args.batch_size, args.seed, epoch)
+            loader = partition_dataset(data, args.batch_size, args.seed, epoch, pin_memory=cuda)
             epoch_loss, epoch_samples = torch.zeros((), device=device), 0
             for images, labels in run.steps(loader):  # [B, 1, H, W], [B]; B may be 0
-                images, labels = images.to(device), labels.to(device)
+                images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
                 with run.autocast():
                     logits = gradients.model(images).float()  # [B, classes]
                 loss_sum = F.cross_entropy(logits, labels, reduction="sum")

@@ -137,6 +137,13 @@ def raises(args: Args) -> None:
     dist.barrier()
 
 
+def says(args: Args) -> None:
+    """The backend of one rank says what WORDS has."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise dist.DistBackendError(os.environ["WORDS"])
+    dist.barrier()
+
+
 def greedy(args: Args) -> None:
     """One rank asks for more memory than there is while the others wait for it."""
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -289,6 +296,7 @@ JOBS = {
     "signalled_at_its_end": signalled_at_its_end,
     "disagree": disagree,
     "raises": raises,
+    "says": says,
     "greedy": greedy,
     "dies": dies,
     "ignores": ignores,

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from common.launch import cgroup
-from common.launch.errors import UserError
+from common.launch.errors import NOTES, UserError
 from common.launch.rendezvous import _muster
 from tests.conftest import Programs
 from tests.machine import here
@@ -114,6 +114,31 @@ def test_an_exception_in_one_rank_ends_all(programs: Programs) -> None:
     assert done.stderr.count("Traceback") == 1
     assert "rank 2" in done.stderr
     assert "a bug in one rank" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ("NCCL communicator was aborted on rank 1.\nmore", 75, "lost another process ("),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(", 75, "lost another process ("),
+        (
+            "NCCL error\nncclRemoteError: remote process exited or there was a network error",
+            75,
+            "lost another process (",
+        ),
+        ("NCCL error\nDuplicate GPU detected : rank 0 and rank 1 both on 1a", 1, "Duplicate GPU detected : rank 0"),
+    ],
+)
+def test_what_nccl_says_is_one_line_and_an_exit_code(
+    programs: Programs, tmp_path: Path, words: str, code: int, line: str
+) -> None:
+    """`docker/entrypoint.py` reads the notes: 75 is a cause that lies elsewhere."""
+    notes = tmp_path / "notes"
+    notes.touch()
+    done = programs.run(*JOBS, "says", "--nproc", 2, env={"WORDS": words, NOTES: str(notes)}, code=1)
+    assert done.stderr.startswith(f"error: rank 1: {line}")
+    assert "Traceback" not in done.stderr
+    assert notes.read_text().splitlines()[0].split()[1] == str(code)
 
 
 def test_too_little_memory_is_named(programs: Programs) -> None:

@@ -187,8 +187,8 @@ def orders(args: Args) -> None:
     for seed in (1, 1, 2):
         taken: list[Any] = []
 
-        def partition_dataset(*settings: Any, taken: list[Any] = taken) -> Any:
-            loader: Any = original(*settings)
+        def partition_dataset(*settings: Any, taken: list[Any] = taken, **named: Any) -> Any:
+            loader: Any = original(*settings, **named)
             taken.append(list(loader.batch_sampler))
             return loader
 
