@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test check doctor images e2e docs bench report constraints clean
+.PHONY: help setup demo test check doctor images e2e docs bench prove-gpu report constraints clean
 
 help:
 	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
@@ -15,6 +15,7 @@ help:
 	@echo "make docs    set up and build the documentation, in English and Chinese, into site"
 	@echo "make bench   set up and run every benchmark that this machine can, and make the report of them:"
 	@echo "             make bench PEER=../examples MNIST=DIR IMAGES=DIR CSV=FILE VOCAB=FILE; QUICK=1 ONLY=scaling to try it"
+	@echo "make prove-gpu  check every example on a machine with a GPU: PART=correctness or ranks; DEVICE=cpu to try it; OUT=DIR"
 	@echo "make report  the page of the benchmarks from the results that are there"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
@@ -68,6 +69,11 @@ bench: setup
 	@$(BIN)/python -m benchmarks.all $(if $(PEER),--peer "$(PEER)") $(if $(MNIST),--mnist "$(MNIST)") \
 		$(if $(IMAGES),--images "$(IMAGES)") $(if $(CSV),--csv "$(CSV)") $(if $(VOCAB),--vocab "$(VOCAB)") \
 		$(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick) $(if $(RESULTS),--out "$(RESULTS)")
+
+# Where torch and the rest are installed already and there is no network: python -m benchmarks.gpu
+prove-gpu: OUT = runs/prove-gpu
+prove-gpu: setup
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m benchmarks.gpu --out $(OUT) $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE))
 report: setup
 	@$(BIN)/python -m benchmarks.report
 

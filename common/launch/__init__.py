@@ -12,5 +12,6 @@
 | `rendezvous` | `JOB`, for `init_process_group(init_method=JOB)` | yes |
 | `record` | the decorator of a rank's main function | yes |
 | `device` | `choose_device` | yes |
+| `messages` | `message_device`: gloo sends no CUDA tensors | yes |
 | `collectives` | `print0`, `local_rank0_first`, `broadcast_object`, ... | yes |
 """

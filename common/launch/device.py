@@ -64,16 +64,6 @@ def ranks_share_devices() -> bool:
     return 0 < devices < place.local_world_size and not own
 
 
-def message_device(device: torch.device) -> torch.device:
-    """Where a tensor must lie that one rank sends to another by `send`, `isend` or `P2POp`.
-
-    That is `device`, but for CUDA tensors under gloo, which moves those in collectives only: they
-    go through the memory of the host.
-    """
-    gloo = "nccl" not in str(dist.get_backend_config())
-    return torch.device("cpu") if gloo else device
-
-
 def _cuda_backend(flags: Launch) -> str:
     """nccl, or gloo; sets the variables that let nccl share a device.
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.launch.device import message_device
+from common.launch.messages import message_device
 
 Algorithm = Callable[[Tensor], int]
 """Sums a contiguous tensor [n] over the ranks in place, and returns the bytes this rank sent."""

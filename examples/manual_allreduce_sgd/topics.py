@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.launch import rendezvous
-from common.launch.device import message_device
+from common.launch.messages import message_device
 from examples.manual_allreduce_sgd.collectives import (
     all_gather,
     all_reduce,

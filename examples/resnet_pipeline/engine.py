@@ -21,8 +21,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from common.launch.device import message_device
 from common.launch.errors import Lost, UserError
+from common.launch.messages import message_device
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.model import PADDING, Stage
 from examples.resnet_pipeline.partition import Partition

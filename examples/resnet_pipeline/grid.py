@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.launch.collectives import all_reduce_mean
-from common.launch.device import message_device
 from common.launch.errors import Lost, UserError
+from common.launch.messages import message_device
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.launch.device import message_device
+from common.launch.messages import message_device
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.model import Stage
 from examples.resnet_pipeline.partition import Partition

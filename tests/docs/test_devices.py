@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.launch import device, place
+from common.launch import device, messages, place
 from common.launch.args import parse
 from common.launch.errors import UserError
 from common.launch.flags import Launch
@@ -215,7 +215,7 @@ def test_messages_of_cuda_tensors_pass_through_the_host_under_gloo(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
-    assert device.message_device(torch.device("cuda:1")) == torch.device("cpu" if backend == "gloo" else "cuda:1")
+    assert messages.message_device(torch.device("cuda:1")) == torch.device("cpu" if backend == "gloo" else "cuda:1")
 
 
 def test_what_was_summed_elsewhere_is_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,11 @@ STEPS = 10
 # What the page says to delete, and what to take instead.
 DELETED = {"JOB", "Place", "launch", "start", "wait_for", "warm_up_buckets"}
 INSTEAD = {"Run": "stand_in", "choose_device": "stand_in", "record": "torch.distributed.elastic.multiprocessing.errors"}
-WHOLE = {"common.data.models": "models", "common.data.samplers": "samplers"}  # files that need nothing but torch
+WHOLE = {  # files that need nothing but torch
+    "common.data.models": "models",
+    "common.data.samplers": "samplers",
+    "common.launch.messages": "messages",
+}
 
 
 @dataclass(frozen=True)
