@@ -157,9 +157,9 @@ def test_flags_exist(programs: Programs) -> None:
 
 
 def test_targets_exist() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"docs", "demo", "test"} <= targets
-    assert {word for command in written(PAGES) for word in re.findall(r"^make (\w+)", command)} <= targets
+    assert {word for command in written(PAGES) for word in re.findall(r"^make ([\w-]+)", command)} <= targets
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
