@@ -4,11 +4,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from common.launch.errors import UserError
-from common.train.precision import Precision
+from common.train.precision import Precision, PrecisionWithoutFp16
 
 Module = TypeVar("Module", bound=nn.Module)
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MixedPrecision:
@@ -18,6 +20,10 @@ class MixedPrecision:
         flags: `--precision`, `--channels-last`, `--compile`, `--deterministic`.
         device: of this rank.
 
+    Attributes:
+        scaler: multiplies the loss in float16, so that small gradients do not become 0; in other
+            precisions it does nothing.
+
     Raises:
         UserError: bf16 or tf32 on a device that cannot compute it.
     """
@@ -26,15 +32,18 @@ class MixedPrecision:
         native = _native_bf16(device)
         if flags.precision == "bf16" and device.type == "cuda" and not native:
             raise UserError(
-                "--precision bf16: this GPU does not compute bfloat16; use --precision fp32"
+                "--precision bf16: this GPU does not compute bfloat16; leave the flag out"
             )
         if flags.precision == "tf32" and device.type != "cuda":
             raise UserError("--precision tf32: only NVIDIA GPUs compute it; use --precision fp32")
-        bf16 = flags.precision == "bf16" or (flags.precision == "auto" and native)
         self.device = device
-        self.name = "bf16" if bf16 else "tf32" if flags.precision == "tf32" else "fp32"
+        self.name: str = flags.precision
+        if flags.precision == "auto":
+            scaled = device.type == "cuda" and not isinstance(flags, PrecisionWithoutFp16)
+            self.name = "bf16" if native else "fp16" if scaled else "fp32"
+        self.scaler = GradScaler(device.type, enabled=self.name == "fp16")
         layout = flags.channels_last
-        self.channels_last = bf16 if layout == "auto" else layout == "yes"
+        self.channels_last = self.name in HALVES if layout == "auto" else layout == "yes"
         self.compile = flags.compile
         self.deterministic = flags.deterministic
         if device.type == "cuda":
@@ -59,7 +68,8 @@ class MixedPrecision:
 
     def autocast(self) -> torch.autocast:
         """A context in which matrix products and convolutions run in the chosen precision."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.name == "bf16")
+        half = HALVES.get(self.name)
+        return torch.autocast(self.device.type, half, enabled=half is not None)
 
     def move(self, model: Module) -> Module:
         """Move a model to the device, in the chosen memory layout."""

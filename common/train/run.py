@@ -44,7 +44,7 @@ class Run:
             `data.identity`, if there is one, is compared on resuming.
         options: see `Options`.
 
-    `print0`, `warn` and `scalars` are those of `Log`, `autocast` and `prepare` those of
+    `print0`, `warn` and `scalars` are those of `Log`, `autocast`, `prepare` and `scaler` those of
     `MixedPrecision`.
 
     Raises:
@@ -60,6 +60,7 @@ class Run:
         self.state = TrainState()
         self.amp = MixedPrecision(args.amp, device)
         self.autocast, self.prepare = self.amp.autocast, self.amp.prepare
+        self.scaler = self.amp.scaler
         self.config = dict(fixed_flags(args)) | getattr(data, "identity", {})
         self.config |= dict(self.options.settings) | self.amp.settings
         self.num_epochs = 0
@@ -101,6 +102,7 @@ class Run:
         """
         args, self._before_save, self._unchecked = self.args, before_save, parts.get("model")
         self.parts = {name: bare(part) for name, part in parts.items() if part is not None}
+        self.parts["scaler"] = self.scaler
         checkpoints = Checkpoints(
             args.out / "checkpoints", self.parts, self.config, getattr(args, "keep", 2)
         )

@@ -99,11 +99,13 @@ def train(args: Args, device: torch.device) -> None:
                 sums = parallel(ids, labels)  # [replicas]
                 loss = sums.sum() * world_size / batch_samples  # averaged over the ranks below
                 optimizer.zero_grad()
-                loss.backward()  # DataParallel adds up the replicas' gradients in the model
+                run.scaler.scale(loss).backward()  # adds up the gradients of the replicas
                 # DistributedDataParallel cannot wrap a DataParallel: the ranks average by hand.
                 all_reduce_mean(parameter.grad for parameter in model.parameters())
+                run.scaler.unscale_(optimizer)
                 clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+                run.scaler.step(optimizer)
+                run.scaler.update()
                 scheduler.step()
                 run.log(loss)
             evaluation = evaluate(parallel, validation, 2, run.autocast)

@@ -51,6 +51,7 @@ def training_arguments(
     args: TrainerArgs, device: torch.device, kind: Any = TrainingArguments, **more: Any
 ) -> TrainingArguments:
     """The Trainer's arguments; those that are not named have its defaults."""
+    precision = MixedPrecision(args.amp, device).name
     return kind(
         output_dir=str(args.out / "checkpoints"),
         num_train_epochs=args.epochs or args.text.default_epochs,
@@ -65,7 +66,8 @@ def training_arguments(
         warmup_steps=args.text.warmup,  # below 1: a share of all steps
         metric_for_best_model="f1",
         load_best_model_at_end=True,
-        bf16=MixedPrecision(args.amp, device).name == "bf16",
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
         use_cpu=device.type == "cpu",
         dataloader_pin_memory=device.type == "cuda",
         ddp_find_unused_parameters=False,  # all are used: the search costs time, and warns

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.flags import MAY_CHANGE, Launch, at_least
-from common.train.precision import Precision
+from common.train.precision import PrecisionWithoutFp16
 
 Violation = Literal["no", "two-forwards", "two-passes", "two-backwards"]
 
@@ -41,7 +41,7 @@ class Args:
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     launch: OmitArgPrefixes[Launch] = Launch()
-    amp: OmitArgPrefixes[Precision] = Precision()
+    amp: OmitArgPrefixes[PrecisionWithoutFp16] = PrecisionWithoutFp16()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, latent=self.latent)

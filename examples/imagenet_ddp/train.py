@@ -108,9 +108,10 @@ def train(args: Args, device: torch.device) -> None:
                         loss_sum = criterion(logits, labels[start : start + micro_batch])
                         # The average over the ranks is the mean over the global batch.
                         micro_loss = loss_sum * world_size / batch_samples
-                        micro_loss.backward()
+                        run.scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
-                optimizer.step()
+                run.scaler.step(optimizer)
+                run.scaler.update()
                 scheduler.step()
                 if ema:
                     ema.update_parameters(network)

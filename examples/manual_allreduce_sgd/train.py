@@ -91,9 +91,10 @@ def train(args: Args, device: torch.device) -> None:
                 batch_samples, _ = run.batch_share()
                 loss = loss_sum * world_size / batch_samples
                 optimizer.zero_grad()
-                loss.backward()  # hooks of the bucketed algorithms send gradients meanwhile
+                run.scaler.scale(loss).backward()  # some algorithms send gradients meanwhile
                 gradients.average()  # by the chosen algorithm: the subject of this example
-                optimizer.step()
+                run.scaler.step(optimizer)
+                run.scaler.update()
                 run.log(loss)
                 epoch_loss += loss_sum.detach()
                 epoch_samples += len(labels)

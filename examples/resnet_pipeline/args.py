@@ -8,7 +8,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
 from common.launch.flags import MAY_CHANGE, Launch, at_least
-from common.train.precision import Precision
+from common.train.precision import PrecisionWithoutFp16
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Args:
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     pipeline: OmitArgPrefixes[PipelineArgs] = PipelineArgs()
     launch: OmitArgPrefixes[Launch] = Launch()
-    amp: OmitArgPrefixes[Precision] = Precision()
+    amp: OmitArgPrefixes[PrecisionWithoutFp16] = PrecisionWithoutFp16()
 
     def __post_init__(self) -> None:
         at_least(1, images=self.images, image_size=self.image_size, epochs=self.epochs)

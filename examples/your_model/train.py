@@ -132,8 +132,9 @@ def train(args: Args, device: torch.device) -> None:
                 # DDP averages over the ranks: this makes it the mean over the global batch.
                 loss = loss_sum * world_size / batch_samples
                 optimizer.zero_grad()
-                loss.backward()  # DDP all-reduces full buckets while backward computes the others
-                optimizer.step()
+                run.scaler.scale(loss).backward()  # DDP all-reduces full buckets meanwhile
+                run.scaler.step(optimizer)
+                run.scaler.update()
                 scheduler.step()
                 run.log(loss)
             # 4. YOUR METRIC: of the whole test set, the same on all ranks.

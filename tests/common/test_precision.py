@@ -1,14 +1,21 @@
 """What a run computes with, on devices that this machine may not have."""
 
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
 
 from common.launch.errors import UserError
 from common.train.amp import MixedPrecision
-from common.train.precision import Precision
+from common.train.checkpoint_files import latest
+from common.train.precision import Precision, PrecisionWithoutFp16
+from tests.conftest import Programs
+from tests.runs import result
 
 BACKENDS: Any = torch.backends
 CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
@@ -25,7 +32,7 @@ def restored() -> Generator[None]:
     ("flag", "native", "name", "products"),
     [
         ("auto", True, "bf16", "ieee"),
-        ("auto", False, "fp32", "ieee"),
+        ("auto", False, "fp16", "ieee"),
         ("fp32", True, "fp32", "ieee"),
         ("tf32", True, "tf32", "tf32"),
     ],
@@ -34,6 +41,7 @@ def test_float32_is_rounded_to_tf32_only_if_asked_for(
     monkeypatch: pytest.MonkeyPatch, flag: Any, native: bool, name: str, products: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     amp = MixedPrecision(Precision(flag), CUDA)
     assert amp.name == amp.settings["precision"] == name
     assert BACKENDS.cudnn.conv.fp32_precision == BACKENDS.cuda.matmul.fp32_precision == products
@@ -46,3 +54,50 @@ def test_a_precision_that_the_device_does_not_have_is_refused(monkeypatch: pytes
         MixedPrecision(Precision("bf16"), CUDA)
     with pytest.raises(UserError, match="only NVIDIA GPUs compute it"):
         MixedPrecision(Precision("tf32"), CPU)
+
+
+def test_a_loop_that_does_not_scale_its_loss_is_not_given_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    assert MixedPrecision(PrecisionWithoutFp16(), CUDA).name == "fp32"
+
+
+def gradients(amp: MixedPrecision, weight: Tensor, factor: float) -> Tensor:
+    """Those that the optimizer gets to see, for a loss of this size."""
+    model = nn.Linear(4, 1, bias=False)
+    model.weight = nn.Parameter(weight.clone())
+    optimizer = SGD(model.parameters(), lr=1)
+    with amp.autocast():
+        # in float16 from the first product on, as the gradients of the activations are
+        hidden = F.linear(torch.ones(1, 4), model.weight)
+        loss = (hidden * factor).float().sum() / 2
+    amp.scaler.scale(loss).backward()
+    amp.scaler.step(optimizer)
+    amp.scaler.update()
+    return weight - model.weight.detach()
+
+
+def test_float16_keeps_small_gradients_and_skips_a_step_without_finite_ones() -> None:
+    weight, small = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), 2.0**-26  # float16 ends at 2 ** -24
+    scaled, bare = (MixedPrecision(Precision("fp16"), CPU) for _ in range(2))
+    bare.scaler = MixedPrecision(Precision("fp32"), CPU).scaler
+    assert not bare.scaler.is_enabled()
+    assert gradients(scaled, torch.zeros(1, 4), 2 * small).tolist() == [[small] * 4]
+    assert gradients(bare, torch.zeros(1, 4), 2 * small).tolist() == [[0] * 4], "the control: without a scaler"
+    assert gradients(scaled, weight, 60_000.0).count_nonzero() == 0, "times 65536 it is infinite: no step"
+    assert scaled.scaler.get_scale() == 2**15
+    assert gradients(scaled, weight, 1.0).count_nonzero() == 4
+
+
+def test_a_run_in_float16_is_resumed_with_its_scaler(programs: Programs, tmp_path: Path) -> None:
+    words = ("-m", "examples.mnist_ddp_spawn", "--precision", "fp16", "--epochs", 2, "--nproc", 2)
+    words = (*words, "--threads", 1, "--checkpoint-every", 17)  # the last two are kept: of steps 17 and 24
+    programs.run(*words, "--out", tmp_path / "whole")
+    (early,) = (tmp_path / "whole" / "checkpoints").glob("step-00000017-*.pt")
+    programs.run(*words, "--out", tmp_path / "rest", "--resume", early)
+    whole, rest = (latest(tmp_path / name / "checkpoints") for name in ("whole", "rest"))
+    assert whole is not None
+    assert rest is not None
+    assert whole.state["scaler"] == rest.state["scaler"] != {}
+    ends = [result(tmp_path / name) for name in ("whole", "rest")]
+    assert ends[0]["parameter_hash"] == ends[1]["parameter_hash"]
+    assert ends[0]["precision"] == "fp16"
