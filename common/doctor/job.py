@@ -21,6 +21,13 @@ def same_versions(_: Here) -> Findings:
 
 def round_trip(here: Here) -> Findings:
     """A sum over all processes, small and large, whose result is known. Every rank calls this."""
+    failed = trial(here.device)
+    everybody = gather_objects(failed)
+    if failed:
+        found = f"{here.device} does not compute: {failed}"
+        yield Finding("round trip", "error", found, "see the findings about devices above")
+    if broadcast_object(lambda: any(everybody)):
+        return  # the others would wait for that rank until the time limit, and say nothing
     rank, size = dist.get_rank(), dist.get_world_size()
     nccl = "nccl" in here.backend
     carriers = {here.device: "nccl" if nccl else here.backend}
@@ -45,6 +52,15 @@ def round_trip(here: Here) -> Findings:
             found = f"{backend}: all_reduce of {size} process(es) is right, "
             found += f"{small:.2f} ms for 4 bytes, {large:.1f} ms for 4 MB"
             yield Finding("round trip", "ok", found)
+
+
+def trial(device: torch.device) -> str:
+    """What goes wrong when this device computes something; empty if nothing does."""
+    try:
+        torch.ones(1, device=device).add(1).item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
 
 
 def clocks(_: Here) -> Findings:

@@ -26,6 +26,7 @@ from common.doctor.findings import (
     judge,
     packages,
 )
+from common.doctor.gpu import GPU
 from common.launch.cgroup import cores, memory_left
 from common.launch.resolve import DEFAULT_PORT
 
@@ -37,22 +38,6 @@ def versions(_: Here) -> Findings:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     found = f"Python {platform.python_version()}, {packages()}, built with {cuda}"
     yield Finding("versions", "ok", found)
-
-
-def device(here: Here) -> Findings:
-    """The device of this process, and its memory."""
-    if here.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(here.device)
-        found = f"{here.device} {torch.cuda.get_device_name(here.device)}, {free / GIGABYTE:.1f} "
-        found += f"of {total / GIGABYTE:.1f} GB free, {torch.cuda.device_count()} device(s)"
-        remedy = "another process holds its memory: see nvidia-smi"
-        yield judge("device", free < 0.8 * total, found, remedy)
-        return
-    wanted = here.args.launch.device == "auto" and not here.args.launch.no_accel
-    lost = wanted and any(Path("/dev").glob("nvidia[0-9]*"))
-    found = "there are NVIDIA devices, but torch cannot use them" if lost else "cpu, no CUDA device"
-    remedy = "the driver may be too old for this torch: compare nvidia-smi with the versions above"
-    yield judge("device", lost, found, remedy, "error")
 
 
 def backends(here: Here) -> Findings:
@@ -121,16 +106,21 @@ def ports(here: Here) -> Findings:
             yield Finding("ports", "warning", found, f"{remedy} (--master-port, --dist-url)")
 
 
-def shared_memory(_: Here) -> Findings:
+def shared_memory(here: Here) -> Findings:
     """Room for loader workers, and for nccl."""
     if not SHARED.is_dir():
         yield Finding("shared memory", "error", f"{SHARED} is not there", "mount a tmpfs there")
         return
     size = shutil.disk_usage(SHARED).total
-    remedy = "loader workers end with a bus error: docker run --shm-size 1g, in Kubernetes "
-    remedy += "components/shared-memory"
+    carries = "nccl" in here.backend and here.place.local_world_size > 1
+    remedy = "loader workers end with a bus error"
+    if carries:  # it takes /dev/shm where CUDA gives it no host memory, for want of SYS_NICE
+        remedy += ", and nccl may not start in a container without SYS_NICE"
+    remedy += ": docker run --shm-size 1g, in Kubernetes components/shared-memory (an emptyDir in "
+    remedy += "memory)"
     found = f"{SHARED}: {size / MEGABYTE:.0f} MB"
-    yield judge("shared memory", size < 256 * MEGABYTE, found, remedy)
+    enough = GIGABYTE if carries else 256 * MEGABYTE  # the former is what nccl's manual proposes
+    yield judge("shared memory", size < enough, found, remedy)
 
 
 def memory(here: Here) -> Findings:
@@ -191,7 +181,7 @@ def data(here: Here) -> Findings:
 
 ALONE: dict[str, Check] = {
     "versions": versions,
-    "device": device,
+    **GPU,
     "backends": backends,
     "cores": processors,
     "host name": host_name,
