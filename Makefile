@@ -10,7 +10,8 @@ help:
 	@echo "make test    set up and test each example with 1 to 3 processes, and the shared package: a few minutes"
 	@echo "make check   the rest: mutations, faults, documented commands, pages, manifests, containers: half an hour"
 	@echo "make doctor  look for what would go wrong on this machine"
-	@echo "make images  build the images with docker or podman (BASE_IMAGE=... on another base than CUDA's)"
+	@echo "make images  build the images with docker or podman (BASE_IMAGE=... on another base than CUDA's;"
+	@echo "             COMPILER=yes with what --compile needs, under tags that end in -compile; ONLY=gan_ddp: one)"
 	@echo "make e2e     build the images on a minimal Debian and run the examples in containers"
 	@echo "make docs    set up and build the documentation, in English and Chinese, into site"
 	@echo "make bench   set up and run every benchmark that this machine can, and make the report of them:"
@@ -47,13 +48,15 @@ check: setup
 doctor: setup
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m common.doctor $(ARGS)
 
+# COMPILER=yes, REGISTRY=... and TAG=... are in build.py's environment, wherever they were given.
 images:
-	@$(PYTHON) docker/build.py $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE))
+	@$(PYTHON) docker/build.py $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE)) $(ONLY)
 
 # Root, because a network for containers needs it; the tests' own containers have no rights at all.
 e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
 e2e: setup
-	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base
+	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base && \
+		$(MAKE) --no-print-directory images BASE_IMAGE=$$base COMPILER=yes ONLY=mnist_ddp_spawn
 	@$(BIN)/python -m pytest -n 2 --timeout 600 --durations 0 tests/e2e
 
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)

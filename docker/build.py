@@ -3,8 +3,9 @@
     python3 docker/build.py                                  # all
     python3 docker/build.py imagenet_ddp                     # one, and the base image that it needs
     python3 docker/build.py --base-image debian:trixie-slim  # on another base than CUDA's
+    COMPILER=yes python3 docker/build.py                     # with what --compile needs; tags end in -compile
 
-`docker buildx bake -f docker/docker-bake.json` does the same where buildx is installed.
+`docker buildx bake -f docker/docker-bake.json` does the same, with the same variables, where buildx is installed.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 BAKE = Path(__file__).with_name("docker-bake.json")
+CHOICE = re.compile(r'\$\{(\w+) == "(\w+)" \? "(.*)" : "(.*)"\}')  # the one kind of expression in the bake file
 # What uv and pip know of a private index or a proxy here, they must know while building; folders are not there.
 SETTINGS = re.compile(r"(?i)(UV|PIP)_(\w+_)?(INDEX|INDEX_URL|HOST|TIMEOUT|URL)|(HTTPS?|NO|ALL)_PROXY")
 
@@ -45,8 +47,13 @@ def engine(env: Mapping[str, str]) -> str:
 def targets(env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The images of the bake file, in the order in which they are built, variables and inherited settings put in."""
     text = BAKE.read_text()
+    values: dict[str, str] = {}
     for name, variable in json.loads(text)["variable"].items():
-        text = text.replace(f"${{{name}}}", env.get(name, variable["default"]))
+        default = variable["default"]
+        if choice := CHOICE.fullmatch(default):
+            default = choice[3] if values[choice[1]] == choice[2] else choice[4]
+        values[name] = env.get(name, default)
+        text = text.replace(f"${{{name}}}", values[name])
     bake = json.loads(text)
     found = {}
     for name in bake["group"]["default"]["targets"]:
@@ -105,6 +112,9 @@ def main() -> int:
         print(
             f"error: no such image: {', '.join(unknown)}; there are {', '.join(targets(os.environ))}", file=sys.stderr
         )
+        return 2
+    if os.environ.get("COMPILER", "no") not in ("yes", "no"):
+        print(f"error: COMPILER={os.environ['COMPILER']}: it is yes or no", file=sys.stderr)
         return 2
     git = shutil.which("git") or "/bin/false"
     head = subprocess.run([git, "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -10,5 +10,6 @@
 | `checks` | `check_replicas`, `check_seen_once`, `parameter_hash` |
 | `evaluate` | `evaluate`: exact, in dataset order |
 | `precision`, `amp` | the flags about numbers (no torch), `MixedPrecision` |
+| `compiler` | what `--compile` needs of a machine |
 | `seed` | random states |
 """

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from common.launch.errors import UserError
+from common.train.compiler import require_compiler
 from common.train.precision import Precision, PrecisionWithoutFp16
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -25,7 +26,7 @@ class MixedPrecision:
             precisions it does nothing.
 
     Raises:
-        UserError: bf16 or tf32 on a device that cannot compute it.
+        UserError: bf16 or tf32 on a device that cannot compute it; nothing compiles here.
     """
 
     def __init__(self, flags: Precision, device: torch.device) -> None:
@@ -45,6 +46,8 @@ class MixedPrecision:
         layout = flags.channels_last
         self.channels_last = self.name in HALVES if layout == "auto" else layout == "yes"
         self.compile = flags.compile
+        if self.compile:
+            require_compiler(device)
         self.deterministic = flags.deterministic
         if device.type == "cuda":
             # By default cuDNN's convolutions, and they alone, round float32 to TF32.
@@ -79,7 +82,9 @@ class MixedPrecision:
     def prepare(self, model: Module) -> Module:
         """A model on the device, in the memory layout and through the compiler of the flags."""
         model = self.move(model)
-        return cast("Module", torch.compile(model)) if self.compile else model
+        # An epoch's last batch may be smaller. By default it would be compiled for any size, and
+        # batches of the usual size would then run code that is slower.
+        return cast("Module", torch.compile(model, dynamic=False)) if self.compile else model
 
     def to_device(self, images: Tensor) -> Tensor:
         """Move images [N, C, H, W] to the device, in the chosen layout; other inputs, too."""

@@ -1,5 +1,7 @@
 """DistributedDataParallel: its buckets, and the module inside of it."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -54,13 +56,16 @@ def check_gradients(model: nn.Module) -> None:
         )
 
 
-def check_smallest_batch(model: nn.Module, *inputs: Tensor) -> None:
+def check_smallest_batch(
+    model: nn.Module, autocast: Callable[[], AbstractContextManager[object]], *inputs: Tensor
+) -> None:
     """Check, by one forward, that a model can be trained on the smallest batch of an epoch.
 
     BatchNorm refuses to normalise over one value. Buffers and random numbers stay as they are.
 
     Args:
         model: not wrapped by DDP, which would communicate.
+        autocast: makes the context of mixed precision.
         inputs: as many samples as the smallest batch brings to a rank at once.
 
     Raises:
@@ -68,7 +73,7 @@ def check_smallest_batch(model: nn.Module, *inputs: Tensor) -> None:
     """
     random, buffers = random_state(), [buffer.clone() for buffer in model.buffers()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), autocast():
             model(*inputs)
     except ValueError as error:
         raise UserError(

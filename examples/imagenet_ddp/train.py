@@ -88,8 +88,7 @@ def train(args: Args, device: torch.device) -> None:
         parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
         run.resume(before_save=report_broken, **parts)
         smallest = torch.zeros(loader.batch_sampler.smallest(micro_batch), 3, data.size, data.size)
-        with run.autocast():
-            check_smallest_batch(network, run.amp.to_device(smallest))
+        check_smallest_batch(network, run.autocast, run.amp.to_device(smallest))
         warm_up_buckets(model)  # a resumed run then adds gradients in the same order
 
         for epoch in run.epochs(epochs):

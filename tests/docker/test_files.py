@@ -24,7 +24,7 @@ HARD = {
     "read_only": True,
     "cap_drop": ["ALL"],
     "security_opt": ["no-new-privileges:true"],
-    "tmpfs": ["/tmp"],
+    "tmpfs": ["/tmp:exec,size=1g"],
     "user": "10001:10001",
     "networks": ["job"],
 }
@@ -83,6 +83,11 @@ def unsafe(image: str, source: str) -> list[str]:
                 found.append(f"no {word}")
         if last.index("uv pip install") > last.index("COPY common"):
             found.append("the source comes before the packages")
+        compiler = last.find("recommends g++ python3-dev")
+        if not 0 < last.find("ARG COMPILER=no\n") < last.find('if [ "$COMPILER" = yes ]; then') < compiler:
+            found.append("a compiler that nobody has asked for, or none")
+        if not last.index("uv pip install") < compiler < last.index("COPY common"):
+            found.append("a compiler makes other layers large")
     elif f"ENV PROGRAM=examples.{image}\n" not in last or f"COPY examples/{image} " not in last:
         found.append("another program")
     return found
@@ -105,6 +110,9 @@ def test_images_are_safe_by_themselves(file: Path) -> None:
         ("base", "--mount=type=cache", "--mount=type=tmpfs"),
         ("base", "PYTHONSAFEPATH=1", "PYTHONSAFEPATH="),
         ("base", "HOME=/tmp", "HOME=/root"),
+        ("base", "ARG COMPILER=no", "ARG COMPILER=yes"),
+        ("base", "= yes ]; then", "= yes ] || true; then"),
+        ("base", "g++ python3-dev", "python3-dev"),
         ("gan_ddp", "USER 10001:10001", ""),
         ("gan_ddp", "PROGRAM=examples.gan_ddp", "PROGRAM=examples.bert_dp"),
     ],
@@ -127,6 +135,22 @@ def test_the_bake_file_has_every_image() -> None:
         args = set(re.findall(r"^ARG (\w+)", (ROOT / target["dockerfile"]).read_text(), re.MULTILINE))
         assert set(target["args"]) <= args
     assert build.targets({"REGISTRY": "here/mine", "TAG": "7"})["gan_ddp"]["tags"] == ["here/mine/gan_ddp:7"]
+
+
+def test_images_with_a_compiler_have_names_of_their_own() -> None:
+    """One variable for make, build.py and bake; each image is built on the base that has the compiler."""
+    plain, other = build.targets({"TAG": "7", "COMPILER": "no"}), build.targets({"TAG": "7", "COMPILER": "yes"})
+    assert plain == build.targets({"TAG": "7"})
+    assert {name: image["tags"] for name, image in other.items()} == {
+        name: [f"{tag}-compile" for tag in image["tags"]] for name, image in plain.items()
+    }
+    assert (plain["base"]["args"]["COMPILER"], other["base"]["args"]["COMPILER"]) == ("no", "yes")
+    base, example = build.commands(["gan_ddp"], None, {"COMPILER": "yes"}, "docker")
+    assert "COMPILER=yes" in base
+    assert "BASE=distributed-training-examples/base:0.1.0-compile" in example
+    env = {"PATH": "/nowhere", "COMPILER": "1"}
+    done = subprocess.run([sys.executable, DOCKER / "build.py"], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: COMPILER=1: it is yes or no\n")
 
 
 def test_the_build_commands() -> None:
@@ -206,8 +230,9 @@ def test_the_nodes_of_the_compose_file_are_as_hard_as_pods() -> None:
 def test_the_readme_names_what_there_is() -> None:
     text = (ROOT / "README.md").read_text()
     assert HARDENED
-    for name, tag in re.findall(r"distributed-training-examples/(\w+):([\w.]+)", text):
+    for name, tag in re.findall(r"distributed-training-examples/(\w+):([\w.-]+)", text):
         assert build.targets({})[name]["tags"] == [f"distributed-training-examples/{name}:{tag}"]
+    assert "\nmake images COMPILER=yes " in text
     for component in (ROOT / "k8s" / "components").iterdir():
         assert f"`{component.name}`" in text
     assert shutil.which("kubectl"), "kubectl (1.27 or newer) renders the manifests: install it"

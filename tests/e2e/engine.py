@@ -44,9 +44,9 @@ def program() -> str:
     return build.engine(ENV)
 
 
-def image(name: str) -> str:
-    """The full name of an example's image."""
-    return build.targets(ENV)[name]["tags"][0]
+def image(name: str, **variables: str) -> str:
+    """The full name of an example's image, as it is built with some variables."""
+    return build.targets(ENV | variables)[name]["tags"][0]
 
 
 def engine(*words: object, code: int | None = 0, limit: float = 120) -> subprocess.CompletedProcess[str]:
