@@ -68,7 +68,7 @@ def train(args: Args, device: torch.device) -> None:
             for network in (generator, discriminator)
         )
         generator_optimizer, discriminator_optimizer = (
-            Adam(network.parameters(), args.lr, betas=(0.5, 0.99))
+            Adam(network.parameters(), args.lr, betas=(0.5, 0.99), fused=cuda)
             for network in (generator, discriminator)
         )
         run.resume(

@@ -6,12 +6,13 @@ node downloads weights.
 
 import copy
 import difflib
+import itertools
 import math
 import pickle
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -139,6 +140,38 @@ def make_scheduler(recipe: Recipe, optimizer: SGD, steps_per_epoch: int, epochs:
     return LambdaLR(optimizer, factor)
 
 
+class ExponentialAverage(AveragedModel):
+    """torch's average of weights, without the copy of its count to the device in each update.
+
+    The host waits for that copy, and so for all that the device still has to do.
+
+    Args:
+        model: what is averaged; the average begins as what it is after the first step.
+        decay: how much of the average stays in a step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.average_lists = get_ema_multi_avg_fn(decay)
+        super().__init__(model, multi_avg_fn=self.average_lists, use_buffers=True)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the parameters and buffers of the model to the average."""
+        if self.n_averaged == 0:  # on the CPU
+            super().update_parameters(model)
+            return
+        own = itertools.chain(self.module.parameters(), self.module.buffers())
+        new = itertools.chain(model.parameters(), model.buffers())
+        by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, value in zip(own, new, strict=True):
+            averages, values = by_type.setdefault(average.dtype, ([], []))
+            averages.append(average)
+            values.append(value)
+        for averages, values in by_type.values():
+            self.average_lists(averages, values, 0)
+        self.n_averaged += 1
+
+
 def make_ema(recipe: Recipe, model: nn.Module) -> AveragedModel | None:
     """The exponential moving average of weights and buffers, if --ema asks for one.
 
@@ -148,4 +181,4 @@ def make_ema(recipe: Recipe, model: nn.Module) -> AveragedModel | None:
     """
     if recipe.ema == 0:
         return None
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema), use_buffers=True)
+    return ExponentialAverage(model, recipe.ema)

@@ -75,7 +75,7 @@ def train(args: Args, device: torch.device) -> None:
         wire = torch.bfloat16 if args.compress == "bf16" else torch.float32
         patience = args.launch.patience
         gradients = averaging(args.algorithm, model, wire, args.bucket_mb, patience)
-        optimizer = SGD(model.parameters(), args.lr, args.momentum)
+        optimizer = SGD(model.parameters(), args.lr, args.momentum, fused=cuda)
         run.resume(model=model, optimizer=optimizer)
 
         for epoch in run.epochs(args.epochs):

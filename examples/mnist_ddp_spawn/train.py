@@ -86,6 +86,7 @@ def train(args: Args, device: torch.device) -> None:
             args.momentum,
             weight_decay=args.weight_decay,
             nesterov=args.momentum > 0,
+            fused=device.type == "cuda",  # one kernel instead of several per parameter
         )
         scheduler = OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
         run.resume(model=model, optimizer=optimizer, scheduler=scheduler)  # with --resume

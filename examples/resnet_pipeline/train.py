@@ -14,6 +14,7 @@ torch` runs torch.distributed.pipelining.
     torchrun --nproc-per-node 2 -m examples.resnet_pipeline              # started by torchrun
 """
 
+import os
 import runpy
 
 import torch
@@ -51,6 +52,8 @@ def main(place: Place, args: Args) -> None:
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job."""
     place.export(local_rank)
+    # CUDA has 8 hardware queues by default, and each receive that was posted early waits in one.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device, backend = choose_device(args.launch, local_rank)
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
     train(args, device)
