@@ -73,6 +73,19 @@ def test_torchrun_trains_the_same(trainings: Trainings, example: str) -> None:
     assert losses(theirs) == losses(ours)
 
 
+@pytest.mark.gpu
+@each_example
+def test_on_gpus_it_trains_as_on_a_cpu(programs: Programs, trainings: Trainings, tmp_path: Path, example: str) -> None:
+    """By one rank, and by two, which share the device if there is only one."""
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        words = (*trainings.words(example), "--device", "cuda", "--out", out)
+        programs.run(*words, *(("--nproc", ranks) if ranks > 1 else ()), cwd=trainings.code(example), env=env)
+        assert (result(out)["device"], result(out)["world_size"]) == ("cuda", ranks)
+        torch.testing.assert_close(losses(out)[:10], losses(trainings.out(example, 1))[:10], rtol=1e-3, atol=1e-5)
+
+
 @each_example
 def test_killed_and_resumed_it_ends_with_the_same_bits(
     programs: Programs, trainings: Trainings, tmp_path: Path, example: str, eventually: Eventually
