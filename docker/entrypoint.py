@@ -30,21 +30,21 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+Env = Mapping[str, str]
 NOTES, RETRY = "EXIT_NOTES", 75  # as in common/launch/errors.py; a test compares them
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AWAITED = (*PASSED_ON, signal.SIGCHLD)
+OTHERWISE = "the reason is above torchrun's tracebacks, or in the log of another node"
 MEMORY_EVENTS = ("memory.events", "memory/memory.oom_control")  # of control groups 2 and 1
 
 
-def main(argv: list[str], env: Mapping[str, str]) -> int:
+def main(argv: list[str], env: Env) -> int:
     """Run a command to its end, and return an exit code of the table above."""
     flags = argparse.ArgumentParser("entrypoint.py", description=__doc__.split("\n")[0])
-    grace = "seconds to save after a signal (default: 110)"
-    flags.add_argument("--grace", type=float, default=110, help=grace)
-    stuck = "seconds after which a command that ignores its workers' end is killed (default: 60)"
+    flags.add_argument("--grace", type=float, default=110, help="seconds to save (default: 110)")
+    stuck = "seconds a command may ignore its workers' end (default: 60)"
     flags.add_argument("--stuck", type=float, default=60, help=stuck)
-    command = "-- COMMAND, or -- FLAGS for PROGRAM"
-    flags.add_argument("command", nargs=argparse.REMAINDER, help=command)
+    flags.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND, or -- FLAGS")
     args = flags.parse_args(argv)
     words = args.command[args.command[:1] == ["--"] :]
     if not words or words[0].startswith("-"):
@@ -58,19 +58,12 @@ class Supervisor:
     """Runs one command and knows all processes that descend from it.
 
     Args:
-        command: the program and its arguments.
-        env: its environment.
+        command: the program and its arguments, for the environment `env`.
         grace: seconds between a signal and the end.
         stuck: seconds that a process may ignore the end of its workers.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        env: Mapping[str, str],
-        grace: float,
-        stuck: float,
-    ) -> None:
+    def __init__(self, command: list[str], env: Env, grace: float, stuck: float) -> None:
         self.command, self.grace, self.stuck = command, grace, stuck
         self.notes = os.memfd_create("exit codes")  # no file system has to be writable
         self.env = {name: value for name, value in env.items() if name != "PROGRAM"}
@@ -109,7 +102,7 @@ class Supervisor:
         process.returncode = code  # so that Popen does not
         notes = Path(f"/proc/self/fd/{self.notes}").read_text()  # before the rest is told to stop
         self._end_rest()
-        return self._meaning(code, first_note(notes, bool(self.asked)))
+        return self._meaning(code, notes)
 
     def _pause(self, seconds: float) -> None:
         """Wait until a process ends or a signal comes, which is passed on."""
@@ -156,46 +149,58 @@ class Supervisor:
             self._reap(os.WNOHANG)
             self._pause(0.1)
 
-    def _meaning(self, code: int, noted: int | None) -> int:
+    def _meaning(self, code: int, notes: str) -> int:
         """The container's exit code, from the command's and from what its processes noted."""
         if code == 0:
             return 0
         if for_memory := max(0, oom_kills() - self.oom_kills):
-            return _complain(
-                f"the kernel ended {for_memory} process(es): the memory limit of the container "
-                f"was reached; give it more, or use a smaller batch",
-                137,
-            )
-        if noted is not None:
-            return noted
-        if self.asked:  # torchrun says 1
-            return 128 + self.asked[0]
-        waited = time.monotonic() - self.started
-        torchrun = Path(self.command[0]).name == "torchrun"
-        if torchrun and not self.had_workers and waited > self.stuck:
-            gave_up = f"torchrun gave up after {waited:.0f} s without starting a worker"
-            return _complain(f"{gave_up}: not all nodes came", RETRY)
-        return code if code > 0 else 128 - code
+            what = "the memory limit of the container was reached; give it more, or a smaller batch"
+            return _complain(f"the kernel ended {for_memory} process(es): {what}", 137)
+        noted = first_note(notes, bool(self.asked))
+        torchrun = "torch.distributed.run" in self.command or self.command[0].endswith("torchrun")
+        if noted is None and self.asked:  # torchrun says 1
+            noted = 128 + self.asked[0]
+        if noted is None:
+            waited = time.monotonic() - self.started
+            if torchrun and not self.had_workers and waited > self.stuck:
+                no_worker = f"after {waited:.0f} s without starting a worker: not all nodes came"
+                return _complain(f"torchrun gave up {no_worker}", RETRY)
+            noted = code if code > 0 else 128 - code
+        if reason := last_words(notes, noted, torchrun):
+            print(reason, file=sys.stderr, flush=True)
+        return noted
 
 
 def first_note(notes: str, asked: bool) -> int | None:
     """What the first process to end in torchrun's last attempt noted; the others followed it.
 
     Args:
-        notes: lines of attempt, exit code, and processes of the job on this machine.
+        notes: lines of attempt, exit code, processes of the job on this machine, perhaps a reason.
         asked: whether this machine was told to stop.
 
     Returns:
-        None if nothing is noted, or if all who noted something only followed another process of
-        this machine: one that is killed leaves no note, and torchrun then stops the others.
+        None if nothing is noted, or if all only followed another process of this machine: one that
+        is killed leaves no note, and torchrun then stops the others.
     """
-    found = [tuple(map(int, line.split())) for line in notes.splitlines()]
+    found = [tuple(map(int, line.split()[:3])) for line in notes.splitlines()]
     last = max((attempt for attempt, _, _ in found), default=0)
     codes = [code for attempt, code, _ in found if attempt == last]
     killed = any(attempt == last and processes > len(codes) for attempt, _, processes in found)
     if not codes or (killed and (codes[0] == RETRY or (codes[0] > 128 and not asked))):
         return None
     return codes[0]
+
+
+def last_words(notes: str, code: int, torchrun: bool) -> str:
+    """The reason of the end; empty if a process has said it, and no traceback of torchrun's below.
+
+    A process leaves a text behind its exit code unless it has said it.
+    """
+    noted = [line.split(maxsplit=3)[1:] for line in notes.splitlines()]
+    texts = ["".join(text) for number, _, *text in noted if int(number) == code]
+    if not torchrun:
+        return texts[-1] if all(texts) and texts else ""
+    return next(filter(None, reversed(texts)), f"exit code {code}: {OTHERWISE}")
 
 
 def become_reaper() -> None:

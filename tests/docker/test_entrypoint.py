@@ -67,15 +67,53 @@ def test_who_followed_a_killed_process_is_not_the_cause() -> None:
     assert entrypoint.first_note("0 2 2\n", asked=False) == 2
 
 
+FAILING_TORCHRUN = """#!/bin/sh
+echo 0 {note} >> $EXIT_NOTES
+echo Traceback of torchrun, 35 lines >&2
+exit 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("note", "code", "last"),
+    [
+        ("143 1 stopped by SIGTERM: checkpoint at step 17", 143, "stopped by SIGTERM: checkpoint at step 17"),
+        ("143 1", 143, f"exit code 143: {entrypoint.OTHERWISE}"),
+        ("1 1 error: rank 0: no", 1, "error: rank 0: no"),
+    ],
+)
+def test_the_last_line_is_the_reason(programs: Programs, tmp_path: Path, note: str, code: int, last: str) -> None:
+    """Below torchrun's tracebacks, which tell of its own end."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(FAILING_TORCHRUN.format(note=note))
+    torchrun.chmod(0o755)
+    said = programs.run(*ENTRY, "--", torchrun, code=code, cold=True).stderr
+    assert said.splitlines() == ["Traceback of torchrun, 35 lines", last]
+
+
+def test_the_reason_is_that_of_the_exit_code() -> None:
+    notes = "0 75 2 lost another process\n0 143 2\n0 143 2 stopped by SIGTERM\n"
+    assert entrypoint.last_words(notes, 143, True) == "stopped by SIGTERM"
+    assert entrypoint.last_words(notes, RETRY, True) == "lost another process"
+    assert entrypoint.first_note(notes, asked=True) == RETRY
+    assert entrypoint.last_words("", 137, True) == f"exit code 137: {entrypoint.OTHERWISE}"
+    # Without torchrun's tracebacks nothing is said twice: who has no text here has said it.
+    assert entrypoint.last_words(notes, 143, False) == ""
+    assert entrypoint.last_words(notes, RETRY, False) == "lost another process"
+    assert entrypoint.last_words("", 137, False) == ""
+
+
 def test_notes_are_for_the_entrypoint_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(NOTES, raising=False)
     note(2)
     (tmp_path / "notes").touch()
     monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
-    note(2)
-    note(143, 4)
-    assert (tmp_path / "notes").read_text() == "3 2 1\n3 143 4\n"
+    note(2, 1, "error: no", spoke=True)
+    note(143, 4, "stopped by SIGTERM: checkpoint at step 17")
+    note(1, 1, "error: rank 0: Traceback (most recent call last):\n  in a file\nValueError: no\n")
+    stopped = "3 143 4 stopped by SIGTERM: checkpoint at step 17\n"
+    assert (tmp_path / "notes").read_text() == f"3 2 1\n{stopped}3 1 1 error: rank 0: ValueError: no\n"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +276,7 @@ def test_torchrun_with_the_codes_of_its_workers(
     job = (*ENTRY, "--", PYTHON, *TORCHRUN, str(free_port), *SMALL, *flags)
 
     done = programs.run(*job, "--batch-size", "7", code=2, cold=True)
-    assert "cannot be divided by 2 ranks" in done.stderr
+    assert "cannot be divided by 2 ranks" in done.stderr.splitlines()[-1], "below what torchrun says"
 
     def at_step(step: int) -> subprocess.Popen[str]:
         process = programs.start(*job, "--epochs", "1000", "--checkpoint-every", "5", cold=True)
@@ -248,7 +286,8 @@ def test_torchrun_with_the_codes_of_its_workers(
     process = at_step(5)
     process.terminate()
     started = time.monotonic()
-    assert "stopped by SIGTERM: checkpoint at step" in programs.finish(process, code=143).stderr
+    last = programs.finish(process, code=143).stderr.splitlines()[-1]
+    assert last.startswith("stopped by SIGTERM: checkpoint at step")
     assert time.monotonic() - started < here(10)
     stopped = newest_step(tmp_path)
 
@@ -274,7 +313,7 @@ LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_n
         ("first_note(notes, bool(self.asked))", "None", ("sh", "-c", noted(2) + "exit 1"), 2),
         ("self._end_rest()", "pass", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
         ("prctl(36, 1,", "prctl(36, 0,", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
-        ("return 128 + self.asked[0]", "return code", ("sh", "-c", "kill -TERM $PPID; sleep 60 & wait"), 143),
+        ("noted = 128 + self.asked[0]", "noted = code", ("sh", "-c", "kill -TERM $PPID; sleep 60 & wait"), 143),
     ],
 )
 def test_what_is_left_out_is_missed(

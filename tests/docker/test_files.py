@@ -233,6 +233,4 @@ def test_the_readme_names_what_there_is() -> None:
     for name, tag in re.findall(r"distributed-training-examples/(\w+):([\w.-]+)", text):
         assert build.targets({})[name]["tags"] == [f"distributed-training-examples/{name}:{tag}"]
     assert "\nmake images COMPILER=yes " in text
-    for component in (ROOT / "k8s" / "components").iterdir():
-        assert f"`{component.name}`" in text
     assert shutil.which("kubectl"), "kubectl (1.27 or newer) renders the manifests: install it"

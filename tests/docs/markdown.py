@@ -11,6 +11,7 @@ SHELL = re.compile(r"((?:<!-- not run: .+? -->\n)?)```sh\n(.*?)```\n((?:<!-- not
 PAGES = [  # those in English, which the others translate
     ROOT / "README.md",
     *sorted((ROOT / "examples").glob("*/README.md")),
+    ROOT / "k8s" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "en").glob("*.md")),
 ]

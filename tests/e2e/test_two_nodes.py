@@ -12,8 +12,8 @@ import pytest
 from common.launch.errors import RETRY
 from tests.conftest import ROOT
 from tests.e2e.engine import ENV, Containers, engine, eventually, image, program
-from tests.k8s.policy import Manifests
-from tests.k8s.test_manifests import manifests
+from tests.k8s.rendered import Manifests, manifests
+from tests.k8s.test_manifests import EXAMPLES
 from tests.machine import here
 from tests.runs import Result, newest_step, result
 
@@ -22,6 +22,10 @@ SHORT = {
     "imagenet_ddp": ("--epochs", "2", "--checkpoint-every", "2"),
     "mnist_ddp_spawn": ("--epochs", "12", "--checkpoint-every", "2"),
     "manual_allreduce_sgd": ("--epochs", "30", "--checkpoint-every", "2"),
+    "bert_dp": ("--epochs", "1", "--hidden", "64", "--dropout", "0"),
+    "gan_ddp": ("--epochs", "2"),
+    "mnist_dataparallel": ("--epochs", "3"),
+    "resnet_pipeline": ("-a", "resnet18", "--image-size", "32", "--images", "64", "-b", "16", "--epochs", "1"),
 }
 LISTENING = (  # local ports of sockets in state LISTEN, version 4 and 6
     "import json; rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]];"
@@ -63,18 +67,26 @@ def pods(
     attempt: int,
     more: tuple[str, ...],
     env: dict[str, str] | None = None,
+    indexes: tuple[int, ...] = (0, 1),
 ) -> list[str]:
-    """Start the pods of a job as containers: its image, command, arguments, environment, user, names, grace."""
+    """Start pods of a job as containers: its image, command, arguments, environment, user, names, grace, cores."""
     pod, container = job.pod, job.container
     assert container["command"] == ["python", "/app/docker/entrypoint.py", "--"]  # the image's entrypoint
     security = pod["securityContext"]
     started = []
-    for index in range(job.job["completions"]):
+    for index in indexes:
         host = f"{job.name}-{index}"
         flags = ["--network", network, "--hostname", host, "--network-alias", host]
         flags += ["--network-alias", f"{host}.{pod['subdomain']}"]  # what the headless Service does
         flags += ["--user", f"{security['runAsUser']}:{security['runAsGroup']}"]
-        flags += ["--shm-size", "1g", "--stop-timeout", str(pod["terminationGracePeriodSeconds"])]
+        flags += [
+            "--cpus",
+            container["resources"]["limits"]["cpu"],
+            "--shm-size",
+            "1g",
+            "--stop-timeout",
+            str(pod["terminationGracePeriodSeconds"]),
+        ]
         for name, value in (job.environment(index) | (env or {})).items():
             flags += ["--env", f"{name}={value}"]
         words = (*container["args"], *more)
@@ -82,9 +94,10 @@ def pods(
     return started
 
 
-def reference(name: str, out: Path, more: tuple[str, ...]) -> Result:
+def reference(name: str, out: Path, more: tuple[str, ...], threads: int) -> Result:
     """Two processes of the same program without containers."""
-    command = [sys.executable, "-m", f"examples.{name}", "--nproc", "2", "--out", str(out), *more]
+    ranks = ["--nproc", "2", "--threads", str(threads)]
+    command = [sys.executable, "-m", f"examples.{name}", *ranks, "--out", str(out), *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=here(400), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return result(out)
@@ -92,7 +105,8 @@ def reference(name: str, out: Path, more: tuple[str, ...]) -> Result:
 
 def check_two_nodes(run: Path, name: str, out: Path, more: tuple[str, ...]) -> Result:
     """Two nodes have ended with the bits of two processes on one, without containers."""
-    found, expected = result(run), reference(name, out, more)
+    found = result(run)
+    expected = reference(name, out, more, found["threads"])
     assert (found["world_size"], found["nodes"]) == (2, 2)
     assert (expected["world_size"], expected["nodes"]) == (2, 1)
     assert found["parameter_hash"] == expected["parameter_hash"]
@@ -137,8 +151,10 @@ def test_a_pod_that_is_deleted_saves_first(
     eventually(lambda: newest_step(run) >= 4, 90, "a checkpoint")
     engine("stop", first[victim], limit=200)  # it has the pod's time of grace
     said = [containers.finish(pod, code=143, limit=90) for pod in first]
-    (step,) = re.findall(r"stopped by SIGTERM: checkpoint at step (\d+); go on", "".join(said))
-    assert newest_step(run) == int(step)
+    steps = [re.search(r"^stopped by SIGTERM: checkpoint at step (\d+); go on", text.splitlines()[-1]) for text in said]
+    assert all(steps), f"the last line of each pod is the reason, not torchrun's traceback: {said}"
+    step = newest_step(run)
+    assert {int(found[1]) for found in steps if found} == {step}
 
     second = pods(containers, job, network, volume, 2, more)
     said = [containers.finish(pod) for pod in second]
@@ -146,18 +162,64 @@ def test_a_pod_that_is_deleted_saves_first(
     check_two_nodes(run, name, tmp_path / "reference", more)
 
 
-@pytest.mark.parametrize(("name", "epochs"), [("manual_allreduce_sgd", "3"), ("imagenet_ddp", "1")])
+@pytest.mark.parametrize("name", sorted(EXAMPLES - {"imagenet_ddp", "manual_allreduce_sgd", "mnist_ddp_spawn"}))
+def test_the_other_examples_on_two_nodes(containers: Containers, tmp_path: Path, volume: Path, name: str) -> None:
+    """Those that the tests above do not lose a pod of."""
+    job = manifests(f"overlays/{name}")
+    for pod in pods(containers, job, containers.network("--internal"), volume, 1, SHORT[name]):
+        containers.finish(pod)
+    check_two_nodes(volume / "runs" / name, name, tmp_path / "reference", SHORT[name])
+
+
+def test_pods_are_added_and_removed_while_it_trains(containers: Containers, volume: Path) -> None:
+    """One pod, two, one again; each epoch checks that its samples were trained on once, and ends once."""
+    job = manifests("overlays/imagenet_ddp_elastic")
+    more, run = ("--epochs", "1000", "--checkpoint-every", "2", "--image-size", "32"), volume / "runs" / "imagenet_ddp"
+    network = containers.network("--internal")
+
+    def said(pod: str) -> str:
+        done = engine("logs", pod)
+        return done.stdout + done.stderr
+
+    def epochs(pod: str) -> list[int]:
+        return [int(epoch) for epoch in re.findall(r"^epoch (\d+)/1000: test loss", said(pod), re.MULTILINE)]
+
+    (stays,) = pods(containers, job, network, volume, 1, more, indexes=(0,))
+    eventually(lambda: newest_step(run) >= 4, 120, "training with one pod")
+    (goes,) = pods(containers, job, network, volume, 1, more, indexes=(1,))
+    two = "continuing with 2 node(s), world 1 -> 2: the same samples follow in the same order"
+    eventually(lambda: two in said(stays) + said(goes), 120, "two pods")
+    before = len(epochs(stays) + epochs(goes))
+    eventually(lambda: len(epochs(stays) + epochs(goes)) > before, 120, "an epoch's end, and check, with two pods")
+    engine("stop", goes, limit=200)
+    assert containers.finish(goes, code=143).splitlines()[-1].startswith("stopped by SIGTERM: checkpoint at step")
+    one = "continuing with 1 node(s), world 2 -> 1: the same samples follow in the same order"
+    eventually(lambda: one in said(stays), 120, "one pod")
+    before = len(epochs(stays))
+    eventually(lambda: len(epochs(stays)) > before, 120, "an epoch's end, and check, with one pod again")
+    engine("stop", stays, limit=200)
+    assert "ProofError" not in containers.finish(stays, code=143) + said(goes)
+    ended = sorted(epochs(stays) + epochs(goes))
+    assert ended == list(range(1, len(ended) + 1))
+
+
+# 2 cores are 2 threads per rank in a pod, and other bits than those of 2 ranks that share 2 cores.
+@pytest.mark.parametrize(("name", "epochs", "cores"), [("manual_allreduce_sgd", "3", 2), ("imagenet_ddp", "1", 1)])
 def test_an_elastic_rendezvous_gives_the_same_bits(
-    containers: Containers, tmp_path: Path, volume: Path, name: str, epochs: str
+    containers: Containers, tmp_path: Path, volume: Path, name: str, epochs: str, cores: int
 ) -> None:
     """torchrun's c10d backend numbers the nodes as they come; it needs more ports, which a private network gives."""
     more = ("--epochs", epochs)
     job = manifests(f"overlays/{name}")
+    job.container["resources"]["limits"]["cpu"] = str(cores)
     endpoint = f"{job.environment(0)['PET_MASTER_ADDR']}:{job.environment(0)['PET_MASTER_PORT']}"
     env = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": "one"}
     for pod in pods(containers, job, containers.network("--internal"), volume, 1, more, env):
         containers.finish(pod)
-    check_two_nodes(volume / "runs" / name, name, tmp_path / "reference", more)
+    found = check_two_nodes(volume / "runs" / name, name, tmp_path / "reference", more)
+    assert found["threads"] == cores
+    if cores != 1:
+        assert reference(name, tmp_path / "one", more, 1)["parameter_hash"] != found["parameter_hash"]
 
 
 def test_only_the_network_of_the_job_reaches_its_ports(containers: Containers, volume: Path) -> None:

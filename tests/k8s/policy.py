@@ -1,115 +1,24 @@
 """What every job of k8s/ must obey, as one function from rendered manifests to complaints."""
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from common.launch.errors import RETRY
-from tests.conftest import ROOT
+from tests.k8s.pods import folders, hardening, image, pod_security, resources
+from tests.k8s.rendered import Manifests
 
-Document = dict[str, Any]
-DATA_PARALLEL = ("bert_dp", "mnist_dataparallel")  # one process drives all GPUs of a pod
 GRACE = 110  # seconds that docker/entrypoint.py gives a job after SIGTERM
-ALLOWED_VOLUMES = {
-    "configMap",
-    "csi",
-    "downwardAPI",
-    "emptyDir",
-    "ephemeral",
-    "persistentVolumeClaim",
-    "projected",
-    "secret",
-}
 FAILURES = [
     {"action": "FailJob", "onExitCodes": {"containerName": "node", "operator": "In", "values": [2]}},
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     {"action": "Ignore", "onExitCodes": {"containerName": "node", "operator": "In", "values": [RETRY, 128 + 15]}},
 ]
-UNITS = {"m": 1e-3, "": 1.0, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
-JOB = "metadata.labels['batch.kubernetes.io/job-name']"
 TRAINER = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-JOBSET = "metadata.labels['jobset.sigs.k8s.io/jobset-name']"
-
-
-def quantity(text: Any) -> float:
-    """A Kubernetes quantity as a number: `500m` is 0.5."""
-    digits = str(text).rstrip("KMGTim")
-    return float(digits) * UNITS[str(text)[len(digits) :]]
-
-
-@dataclass
-class Manifests:
-    """The rendered documents of one job, whatever kind holds its pod template."""
-
-    documents: list[Document]
-
-    def of(self, kind: str) -> list[Document]:
-        return [document for document in self.documents if document["kind"] == kind]
-
-    @cached_property
-    def owner(self) -> Document:
-        """The Job, JobSet or TrainingRuntime."""
-        (owner,) = self.of("Job") + self.of("JobSet") + self.of("TrainingRuntime")
-        return owner
-
-    @property
-    def set(self) -> dict[str, Any]:
-        """The spec of the JobSet; empty for a Job."""
-        spec = self.owner["spec"]
-        kind = self.owner["kind"]
-        return {} if kind == "Job" else spec if kind == "JobSet" else spec["template"]["spec"]
-
-    @cached_property
-    def job(self) -> dict[str, Any]:
-        """The spec of the Job."""
-        if not self.set:
-            return self.owner["spec"]
-        (replicated,) = self.set["replicatedJobs"]
-        assert replicated["name"] == "node"
-        assert replicated["replicas"] == 1
-        return replicated["template"]["spec"]
-
-    @property
-    def pod(self) -> dict[str, Any]:
-        return self.job["template"]["spec"]
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return self.job["template"].get("metadata", {}).get("labels", {})
-
-    @property
-    def container(self) -> dict[str, Any]:
-        (container,) = self.pod["containers"]
-        return container
-
-    @property
-    def name(self) -> str:
-        return self.owner["metadata"]["name"]
-
-    def environment(self, index: int) -> dict[str, str]:
-        """The environment of a pod, as the kubelet makes it: references resolved in order, unknown ones left alone."""
-        labels = {INDEX: str(index), JOB: self.name, JOBSET: self.name}
-        env: dict[str, str] = {}
-        for entry in self.container.get("env", []):
-            value = entry["value"] if "value" in entry else labels[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-            for known, text in env.items():
-                value = value.replace(f"$({known})", text)
-            env[entry["name"]] = value
-        return env
-
-    def mount(self, path: str) -> dict[str, Any]:
-        """The volume that is mounted at a path; empty if there is none."""
-        names = [mount["name"] for mount in self.container.get("volumeMounts", []) if mount.get("mountPath") == path]
-        volumes = [volume for volume in self.pod.get("volumes", []) if volume.get("name") in names]
-        return volumes[0] if volumes else {}
+QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def complaints(job: Manifests) -> list[str]:
     """Everything in which a job breaks a rule; empty if it may be applied."""
-    rules = (pod_security, hardening, folders, resources, failures, start, network, rendezvous, image)
+    rules = (pod_security, hardening, folders, resources, failures, start, queue, network, rendezvous, image)
     found = []
     for rule in rules:
         try:
@@ -117,92 +26,6 @@ def complaints(job: Manifests) -> list[str]:
         except (KeyError, IndexError, TypeError, ValueError, AssertionError, AttributeError) as error:
             found.append(f"{rule.__name__}: incomplete ({error!r})")
     return found
-
-
-def pod_security(job: Manifests) -> Iterator[str]:
-    """The rules of Pod Security `restricted`."""
-    pod = job.pod
-    for field in ("hostNetwork", "hostPID", "hostIPC"):
-        if pod.get(field):
-            yield f"{field} is set"
-    if pod["securityContext"]["runAsNonRoot"] is not True:
-        yield "the pod may run as root"
-    if pod["securityContext"]["seccompProfile"]["type"] != "RuntimeDefault":
-        yield "no seccomp profile"
-    for volume in pod["volumes"]:
-        if set(volume) - {"name"} - ALLOWED_VOLUMES or "name" not in volume or len(volume) != 2:
-            yield f"volume {volume} is of a kind that is not allowed"
-    for container in pod["containers"] + pod.get("initContainers", []):
-        context = container["securityContext"]
-        if context["allowPrivilegeEscalation"] is not False or context.get("privileged"):
-            yield "privileges can be raised"
-        if context["capabilities"] != {"drop": ["ALL"]}:
-            yield "capabilities are kept"
-        if context.get("runAsNonRoot") is False or context.get("runAsUser") == 0 or "seccompProfile" in context:
-            yield "the container undoes what the pod sets"
-        if any("hostPort" in port for port in container.get("ports", [])):
-            yield "a port of the host is taken"
-
-
-def hardening(job: Manifests) -> Iterator[str]:
-    """What goes beyond Pod Security."""
-    context = job.pod["securityContext"]
-    if min(context["runAsUser"], context["runAsGroup"], context["fsGroup"]) < 10_000:
-        yield "user and groups must not be any of a host's"
-    if context["fsGroupChangePolicy"] != "OnRootMismatch":
-        yield "a large volume would be walked through before each start"
-    if job.container["securityContext"]["readOnlyRootFilesystem"] is not True:
-        yield "the root file system can be written"
-    if job.pod["automountServiceAccountToken"] is not False or "serviceAccountName" in job.pod:
-        yield "the pod gets a token of the cluster"
-    if job.pod["enableServiceLinks"] is not False:
-        yield "addresses of all services of the namespace are put into the environment"
-
-
-def folders(job: Manifests) -> Iterator[str]:
-    """What can be written: limited folders, and a volume for what must outlive the pod."""
-    if quantity(job.mount("/tmp")["emptyDir"]["sizeLimit"]) <= 0:
-        yield "/tmp has no size"
-    shared = job.mount("/dev/shm")["emptyDir"]
-    memory = quantity(job.container["resources"]["limits"]["memory"])
-    least = max(2**28, int(job.container["resources"]["limits"].get("nvidia.com/gpu", 0)) * 2**28)
-    if shared["medium"] != "Memory" or not least <= quantity(shared["sizeLimit"]) <= memory / 2:
-        yield "/dev/shm is not memory, or too small, or too large for the memory limit"
-    claims = {claim["metadata"]["name"]: claim["spec"] for claim in job.of("PersistentVolumeClaim")}
-    claim = claims[job.mount("/out")["persistentVolumeClaim"]["claimName"]]
-    modes = ["ReadWriteMany"] if job.job["completions"] > 1 else ["ReadWriteOnce"]
-    if claim["accessModes"] != modes or quantity(claim["resources"]["requests"]["storage"]) < 2**30:
-        yield "the checkpoints' volume cannot be shared by all nodes, or need not be, or is too small"
-    for mount in job.container["volumeMounts"]:
-        if mount["mountPath"] not in ("/tmp", "/out", "/dev/shm", "/data"):
-            yield f"{mount['mountPath']} can be written"
-    data = [mount for mount in job.container["volumeMounts"] if mount["mountPath"] == "/data"]
-    claim = {"claimName": "training-data", "readOnly": True}
-    if any(not mount.get("readOnly") or job.mount("/data")["persistentVolumeClaim"] != claim for mount in data):
-        yield "the data can be written, or are not those of the claim that exists"
-    if ("/data" in job.container["args"]) != bool(data):
-        yield "/data is mounted and not used, or used and not mounted"
-
-
-def resources(job: Manifests) -> Iterator[str]:
-    """Requests and limits; a GPU, which cannot be overcommitted, stands in the limits only."""
-    asked, limits = job.container["resources"]["requests"], job.container["resources"]["limits"]
-    for name in ("cpu", "memory", "ephemeral-storage"):
-        if not 0 < quantity(asked[name]) <= quantity(limits[name]):
-            yield f"{name}: requests {asked[name]}, limit {limits[name]}"
-    if "nvidia.com/gpu" in asked:
-        yield "GPUs go into the limits only"
-    rdma = {name: count for name, count in (asked | limits).items() if name.startswith("rdma/")}
-    if any(asked.get(name) != count or limits.get(name) != count for name, count in rdma.items()):
-        yield "RDMA devices: request and limit differ"
-    gpus = int(limits.get("nvidia.com/gpu", 0))
-    runtime = job.owner["kind"] == "TrainingRuntime"
-    processes = 1 if job.container["image"].rpartition("/")[2].partition(":")[0] in DATA_PARALLEL else gpus
-    if gpus and not runtime and int(job.environment(0)["PET_NPROC_PER_NODE"]) != processes:
-        yield f"{gpus} GPUs for another number of processes"
-    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-    if job.pod.get("tolerations", []) != [taint] * bool(gpus):
-        yield "nodes with GPUs refuse pods that do not tolerate their taint"
 
 
 def failures(job: Manifests) -> Iterator[str]:
@@ -226,8 +49,8 @@ def failures(job: Manifests) -> Iterator[str]:
     if ttl["ttlSecondsAfterFinished"] < 3600:
         yield "the job is gone before anybody has read its logs"
     for budget in job.of("PodDisruptionBudget"):
-        if budget["spec"]["minAvailable"] != spec["completions"]:
-            yield "the disruption budget is not the number of pods"
+        if budget["spec"]["minAvailable"] != (1 if job.elastic else spec["completions"]):
+            yield "the disruption budget is not the number of pods that are needed"
         if budget["spec"]["selector"] != {"matchLabels": job.labels}:
             yield "the disruption budget is for other pods"
     if spec["completions"] > 1 and not job.of("PodDisruptionBudget"):
@@ -245,8 +68,18 @@ def start(job: Manifests) -> Iterator[str]:
         yield "no launcher"
     if args[args.index("--resume") + 1] != "auto":
         yield "a new pod does not go on from the checkpoint"
-    if job.environment(0)["PET_MAX_RESTARTS"] != "0":
-        yield "torchrun's own restarts may hang: the Job starts pods again"
+    if job.environment(0)["PET_MAX_RESTARTS"] != ("100" if job.elastic else "0"):
+        yield "torchrun's own restarts may hang: the Job starts pods again, but where pods come and go"
+
+
+def queue(job: Manifests) -> Iterator[str]:
+    """Where Kueue is to admit the job, its label is on the object that Kueue reads."""
+    labelled = {document["kind"] for document in job.documents if QUEUE in document["metadata"].get("labels", {})}
+    read = {"TrainingRuntime": "TrainJob"}.get(job.owner["kind"], job.owner["kind"])
+    if labelled and read not in labelled:
+        yield f"Kueue does not look at {sorted(labelled)}"
+    if "kueue.x-k8s.io/podset" in str(job.job["template"]) and not labelled:
+        yield "a topology that nobody reads"
 
 
 def network(job: Manifests) -> Iterator[str]:
@@ -294,22 +127,15 @@ def rendezvous(job: Manifests) -> Iterator[str]:
         reference = {"apiGroup": "trainer.kubeflow.org", "kind": kind, "name": job.name}
         if train["spec"]["runtimeRef"] != reference or train["metadata"]["name"] != job.name:
             yield "the TrainJob runs something else"
-        if policy != {"numNodes": nodes, "torch": {}} or train["spec"]["trainer"] != {"numProcPerNode": 1}:
+        if policy != {"numNodes": nodes, "torch": {}} or not isinstance(job.processes, int):
             yield "Kubeflow would start another number of processes"
+        if job.documents[-1] is not train:
+            yield "the TrainJob comes before what it needs: the webhook refuses it"
         if any(name in job.environment(0) for name in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR")):
             yield "Kubeflow sets the rendezvous itself"
         return
-    if [job.environment(index)["PET_NNODES"] for index in range(nodes)] != [str(nodes)] * nodes:
-        yield "every pod would train alone, or wait for pods that never come"
-    if int(job.environment(0)["PET_NPROC_PER_NODE"]) < 1:
-        yield "no process in a pod"
-    if nodes == 1:
-        return
-    if [job.environment(index)["PET_NODE_RANK"] for index in range(nodes)] != [str(index) for index in range(nodes)]:
-        yield "pods do not know their number"
     first = f"{job.name}-node-0-0.{job.name}" if kind == "JobSet" else f"{job.name}-0.{job.name}"
-    if job.environment(1)["PET_MASTER_ADDR"] != first:
-        yield f"the pods do not meet at {first}"
+    yield from elastic(job, first) if job.elastic else fixed(job, nodes, first)
     if kind == "JobSet":
         return
     (service,) = job.of("Service")
@@ -319,22 +145,33 @@ def rendezvous(job: Manifests) -> Iterator[str]:
         yield "the Service gives no names, or too late"
     if service["spec"]["selector"] != job.labels:
         yield "the Service is for other pods"
-    if [str(port["port"]) for port in service["spec"]["ports"]] != [job.environment(0)["PET_MASTER_PORT"]]:
+    if [port["port"] for port in service["spec"]["ports"]] != [29500]:
         yield "the Service and the pods name different ports"
 
 
-def image(job: Manifests) -> Iterator[str]:
-    """The image is one that this project builds, in one version, and holds the program."""
-    bake = json.loads((ROOT / "docker" / "docker-bake.json").read_text())
-    name, _, tag = job.container["image"].rpartition(":")
-    registry, _, example = name.rpartition("/")
-    variables = {key: variable["default"] for key, variable in bake["variable"].items()}
-    if (registry, tag) != (variables["REGISTRY"], variables["TAG"]) or example not in bake["group"]["default"][
-        "targets"
-    ]:
-        yield f"{job.container['image']} is not in the bake file"
-    args = job.container["args"]
-    if args[args.index("-m") + 1] != f"examples.{example}":
-        yield f"the image {example} does not hold the program"
-    if job.container["imagePullPolicy"] != "IfNotPresent":
-        yield "an image of a fixed version is pulled again and again"
+def fixed(job: Manifests, nodes: int, first: str) -> Iterator[str]:
+    """A fixed number of pods, which know their numbers."""
+    pods = [job.environment(index) for index in range(nodes)]
+    if nodes < 2 or [pod["PET_NNODES"] for pod in pods] != [str(nodes)] * nodes:
+        yield "every pod would train alone, or wait for pods that never come"
+    if [pod["PET_NODE_RANK"] for pod in pods] != [str(index) for index in range(nodes)]:
+        yield "pods do not know their number"
+    if {(pod["PET_MASTER_ADDR"], pod["PET_MASTER_PORT"]) for pod in pods} != {(first, "29500")}:
+        yield f"the pods do not meet at {first}"
+
+
+def elastic(job: Manifests, first: str) -> Iterator[str]:
+    """Pods that come and go, and are numbered as they come."""
+    expected = {
+        "PET_NNODES": "1:4",
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"{first}:29500",
+        "PET_RDZV_ID": job.name,
+        "PET_RDZV_CONF": "last_call_timeout=10",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    for pod in (job.environment(0), job.environment(1)):
+        if {name: pod[name] for name in expected} != expected:
+            yield "the pods do not meet, or take long for it"
+        if {"PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"} & pod.keys():
+            yield "a number or an address that torchrun would have to ignore"

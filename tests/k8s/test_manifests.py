@@ -1,19 +1,17 @@
 """Every manifest renders, is valid, obeys the policy, and starts what it should; what is removed is missed."""
 
 import copy
-import functools
 import importlib
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+import sys
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
 from kubeflow_trainer_api import models
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_args
 
 from common.launch.args import parse
@@ -21,7 +19,8 @@ from common.launch.errors import RETRY
 from common.launch.resolve import resolve
 from tests.conftest import ROOT
 from tests.e2e.engine import load
-from tests.k8s.policy import GRACE, Document, Manifests, complaints
+from tests.k8s.policy import GRACE, complaints
+from tests.k8s.rendered import Document, Manifests, manifests
 
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
 VARIANTS = sorted(f"{path.parent.name}/{path.name}" for path in (ROOT / "k8s" / "variants").glob("*/*"))
@@ -46,18 +45,6 @@ CUSTOM = {
 }
 
 
-@functools.cache
-def rendered(folder: str, root: Path = ROOT / "k8s") -> str:
-    done = subprocess.run(["kubectl", "kustomize", str(root / folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr
-    return done.stdout
-
-
-def manifests(folder: str, root: Path = ROOT / "k8s") -> Manifests:
-    return Manifests(list(yaml.safe_load_all(rendered(folder, root))))
-
-
 def invalid(document: Document) -> list[str]:
     """In which a document differs from the schema of its kind."""
     if document["kind"] in CUSTOM:
@@ -73,9 +60,30 @@ def invalid(document: Document) -> list[str]:
 
 
 def test_every_example_has_its_manifests() -> None:
-    assert set(OVERLAYS) == EXAMPLES | {"imagenet_ddp_gpu"}
-    assert set(VARIANTS) == {f"{kind}/{name}" for kind in ("jobset", "trainjob") for name in EXAMPLES}
+    """On CPUs and on GPUs, as Job, JobSet and TrainJob; and one that shows everything, one that is elastic."""
+    names = {f"{name}{devices}" for name in EXAMPLES for devices in ("", "_gpu")} | {"imagenet_ddp_gpu_rdma"}
+    assert set(OVERLAYS) == names | {"imagenet_ddp_elastic"}
+    assert set(VARIANTS) == {f"{kind}/{name}" for kind in ("jobset", "trainjob") for name in names}
     assert set(BUILT) <= EXAMPLES
+    for name in names:
+        job = manifests(f"overlays/{name}")
+        assert ("nvidia.com/gpu" in job.container["resources"]["limits"]) == ("_gpu" in name)
+        assert job.job["completions"] == 2, "each example runs on several nodes"
+
+
+def test_what_is_generated_is_in_step(tmp_path: Path) -> None:
+    """A line that is changed by hand, and a folder that nobody generates, are named."""
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    check = [sys.executable, str(tmp_path / "k8s" / "generate.py"), "--check"]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+    file = tmp_path / "k8s" / "overlays" / "gan_ddp" / "kustomization.yaml"
+    file.write_text(file.read_text().replace("components/cpu", "components/gpu"))
+    shutil.copytree(tmp_path / "k8s" / "overlays" / "gan_ddp", tmp_path / "k8s" / "overlays" / "mine")
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "k8s/overlays/gan_ddp/kustomization.yaml differs from k8s/generate.py" in done.stdout
+    assert "k8s/overlays/mine/kustomization.yaml is not in the table" in done.stdout
 
 
 @pytest.mark.parametrize("folder", ALL)
@@ -98,167 +106,6 @@ def test_an_unknown_field_is_seen(kind: str) -> None:
     assert invalid(broken)
 
 
-def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of all values in a document, and of the lists that hold values."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for key, value in items:
-        if isinstance(value, dict | list) and value:
-            yield from leaves(value, (*path, key))
-        else:
-            yield (*path, key)
-
-
-def without(documents: list[Document], path: tuple[Any, ...]) -> Manifests:
-    broken = copy.deepcopy(documents)
-    node: Any = broken
-    for key in path[:-1]:
-        node = node[key]
-    del node[path[-1]]
-    return Manifests(broken)
-
-
-@pytest.mark.parametrize(
-    "folder",
-    [
-        "overlays/imagenet_ddp",
-        "overlays/imagenet_ddp_gpu",
-        "overlays/bert_dp",
-        "variants/jobset/imagenet_ddp",
-        "variants/trainjob/imagenet_ddp",
-    ],
-)
-def test_whatever_is_removed_is_missed(folder: str) -> None:
-    """Each value of the rendered manifests in its turn: hardening, limits, failure policy, names, addresses."""
-    job = manifests(folder)
-    for path in leaves(job.documents):
-        if path[1] == "metadata" or path[1:] in (("apiVersion",), ("kind",)):
-            continue
-        spare = path[-3:] == ("ports", 0, "name") or "NCCL_" in str(at(job.documents, path[:-1]))
-        spare |= path[-2] == "args" and path[-1] > 4  # the program's own flags: parsed by another test
-        assert spare or complaints(without(job.documents, path)), f"nobody misses {path}"
-
-
-def at(documents: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        documents = documents[key]
-    return documents
-
-
-BREAKS: dict[str, Callable[[Manifests], Any]] = {
-    "host network": lambda job: job.pod.update(hostNetwork=True),
-    "host processes": lambda job: job.pod.update(hostPID=True),
-    "host path": lambda job: job.pod["volumes"].append({"name": "host", "hostPath": {"path": "/"}}),
-    "host port": lambda job: job.container.update(ports=[{"containerPort": 1, "hostPort": 1}]),
-    "privileged": lambda job: job.container["securityContext"].update(privileged=True),
-    "root": lambda job: job.pod["securityContext"].update(runAsUser=0),
-    "root container": lambda job: job.container["securityContext"].update(runAsUser=0),
-    "a capability": lambda job: job.container["securityContext"]["capabilities"].update(add=["IPC_LOCK"]),
-    "no seccomp": lambda job: job.pod["securityContext"].update(seccompProfile={"type": "Unconfined"}),
-    "a sidecar as root": lambda job: job.pod.update(initContainers=[{"name": "x", "image": "x"}]),
-    "a token": lambda job: job.pod.update(serviceAccountName="admin"),
-    "a writable folder": lambda job: job.container["volumeMounts"].append({"name": "tmp", "mountPath": "/app"}),
-    "shared memory on disk": lambda job: job.mount("/dev/shm")["emptyDir"].update(medium=""),
-    "too much shared memory": lambda job: job.mount("/dev/shm")["emptyDir"].update(sizeLimit="1Ti"),
-    "names of no DNS server": lambda job: job.of("NetworkPolicy")[0]["spec"]["egress"][1]["ports"].pop(0),
-    "pods on one node": lambda job: job.pod.pop("topologySpreadConstraints"),
-    "no second try": lambda job: job.job.update(backoffLimitPerIndex=0),
-    "checkpoints for one node": lambda job: job.of("PersistentVolumeClaim")[0]["spec"].update(
-        accessModes=["ReadWriteOnce"]
-    ),
-    "requests above limits": lambda job: job.container["resources"]["requests"].update(memory="1Ti"),
-    "requested GPUs": lambda job: job.container["resources"]["requests"].update({"nvidia.com/gpu": "1"}),
-    "another number of GPUs": lambda job: job.container["resources"]["limits"].update({"nvidia.com/gpu": "3"}),
-    "mistakes repeated": lambda job: job.job["podFailurePolicy"]["rules"].pop(0),
-    "other codes ignored": lambda job: job.job["podFailurePolicy"]["rules"][2]["onExitCodes"].update(
-        values=[1, 75, 143]
-    ),
-    "too little time": lambda job: job.pod.update(terminationGracePeriodSeconds=GRACE),
-    "a success policy": lambda job: job.job.update(successPolicy={"rules": [{"succeededCount": 1}]}),
-    "pods alone": lambda job: entry(job, "PET_NNODES").update(value="1"),
-    "a number too few": lambda job: job.job.update(parallelism=1),
-    "another first node": lambda job: entry(job, "PET_MASTER_ADDR").update(value="127.0.0.1"),
-    "name after its use": lambda job: job.container["env"].append(job.container["env"].pop(0)),
-    "another name of the Service": lambda job: job.of("Service")[0]["metadata"].update(name="other"),
-    "a Service with an address": lambda job: job.of("Service")[0]["spec"].update(clusterIP="10.0.0.1"),
-    "a budget that allows a loss": lambda job: job.of("PodDisruptionBudget")[0]["spec"].update(minAvailable=1),
-    "open to all": lambda job: job.of("NetworkPolicy")[0]["spec"].update(ingress=[{}]),
-    "open to the namespace": lambda job: job.of("NetworkPolicy")[0]["spec"]["ingress"][0]["from"].append(
-        {"podSelector": {}}
-    ),
-    "open to the world": lambda job: job.of("NetworkPolicy")[0]["spec"]["egress"].append({}),
-    "no policy": lambda job: job.documents.remove(job.of("NetworkPolicy")[0]),
-    "an image of no version": lambda job: job.container.update(image=f"{REGISTRY}/imagenet_ddp:latest"),
-    "an unknown image": lambda job: job.container.update(image=f"{REGISTRY}/imagenet:0.1.0"),
-    "another program": lambda job: job.container.update(image=f"{REGISTRY}/gan_ddp:0.1.0"),
-    "another first process": lambda job: job.container.update(command=["sh", "-c"]),
-    "no resuming": lambda job: job.container["args"].__setitem__(-1, "no"),
-}
-
-
-def entry(job: Manifests, name: str) -> dict[str, Any]:
-    return next(item for item in job.container["env"] if item["name"] == name)
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_what_must_not_be_is_seen(name: str) -> None:
-    job = Manifests(copy.deepcopy(manifests("overlays/imagenet_ddp").documents))
-    BREAKS[name](job)
-    assert complaints(job)
-
-
-WORDS = [
-    "runAs",
-    "fsGroup",
-    "seccomp",
-    "RuntimeDefault",
-    "automount",
-    "ServiceLinks",
-    "allowPrivilege",
-    "readOnlyRoot",
-    "capabilities:",
-    "drop:",
-    "restartPolicy",
-    "terminationGrace",
-    "sizeLimit",
-]
-SOURCE = (ROOT / "k8s" / "base" / "job.yaml").read_text()
-HARDENING = [line for line in SOURCE.splitlines() if any(word in line for word in WORDS)]
-
-
-def test_each_hardening_line_of_the_source_is_missed(tmp_path: Path) -> None:
-    assert len(HARDENING) >= 16
-    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
-    file = tmp_path / "k8s" / "base" / "job.yaml"
-    for line in HARDENING:
-        file.write_text(SOURCE.replace(line + "\n", "", 1))
-        done = subprocess.run(
-            ["kubectl", "kustomize", str(tmp_path / "k8s" / "overlays" / "imagenet_ddp")],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        seen = done.returncode != 0 or complaints(Manifests(list(yaml.safe_load_all(done.stdout))))
-        assert seen, f"nobody misses {line}"
-
-
-@pytest.mark.parametrize("name", OVERLAYS)
-def test_an_overlay_moves_to_gpus_by_one_word(name: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
-    file = tmp_path / "k8s" / "overlays" / name / "kustomization.yaml"
-    file.write_text(file.read_text().replace("components/cpu", "components/gpu"))
-    job = manifests(f"overlays/{name}", tmp_path / "k8s")
-    assert complaints(job) == []
-    assert 120 % (job.job["completions"] * int(job.environment(0)["PET_NPROC_PER_NODE"])) == 0, "the batch of most"
-    assert [problem for document in job.documents for problem in invalid(document)] == []
-    assert job.container["resources"]["limits"]["nvidia.com/gpu"] == "4"
-
-
-def test_every_component_is_used() -> None:
-    used = "".join(path.read_text() for path in (ROOT / "k8s").glob("[ov]*/**/kustomization.yaml"))
-    names = [path.name for path in (ROOT / "k8s" / "components").iterdir()]
-    assert [name for name in names if f"components/{name}\n" not in used] == []
-
-
 @pytest.mark.parametrize("folder", ALL)
 def test_the_header_says_how_to_use_it(folder: str) -> None:
     text = (ROOT / "k8s" / folder / "kustomization.yaml").read_text()
@@ -267,7 +114,15 @@ def test_the_header_says_how_to_use_it(folder: str) -> None:
     assert f"# Apply:   kubectl apply -k k8s/{folder}\n" in text
     assert f"# Watch:   kubectl get {kind}/{job.name} --watch\n" in text
     assert f"# Delete:  kubectl delete -k k8s/{folder}" in text
-    assert f"# Logs:    kubectl logs --selector training-job={job.labels['training-job']} " in text
+    (logs,) = re.findall(r"^# Logs: +(.*)", text, re.MULTILINE)
+    assert logs.startswith(f"kubectl logs --selector training-job={job.labels['training-job']} ")
+    # Without the first, a node that is gone hides the logs of all; without the second, the sixth pod does.
+    assert "--ignore-errors" in logs
+    assert "--max-log-requests 99" in logs
+    if "nvidia.com/gpu" in job.container["resources"]["limits"] and kind == "job":
+        assert "driver from version 580" in text
+    if any(name.startswith("rdma/") for name in job.container["resources"]["limits"]):
+        assert "memlock" in text
 
 
 def test_the_readmes_commands_are_those_of_the_header() -> None:
@@ -277,7 +132,7 @@ def test_the_readmes_commands_are_those_of_the_header() -> None:
     assert re.findall(r"^kubectl .*", (ROOT / "README.md").read_text(), re.MULTILINE) == commands
 
 
-@pytest.mark.parametrize("name", [name for name in OVERLAYS if name.removesuffix("_gpu") in BUILT])
+@pytest.mark.parametrize("name", [name for name in OVERLAYS if name != "imagenet_ddp_elastic"])
 def test_the_arguments_are_those_of_the_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They parse, and the world that results has pods x processes ranks, whose number divides the batch."""
     job = manifests(f"overlays/{name}")
@@ -287,28 +142,45 @@ def test_the_arguments_are_those_of_the_program(name: str, monkeypatch: pytest.M
     nodes = job.job["completions"]
     for node in range(nodes):
         env = job.environment(node)
-        expected = nodes * int(env["PET_NPROC_PER_NODE"])
         if words[0] == "torchrun":
-            for variable, value in env.items():
-                monkeypatch.setenv(variable, value)
-            if "nvidia.com/gpu" not in job.container["resources"]["limits"]:
-                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-            config, _, rest = config_from_args(parse_args(words[1:]))
+            config = torchrun(job, node, monkeypatch)
             assert config.rdzv_backend == "static"
             assert config.rdzv_configs["rank"] == node
-            assert rest[-len(words[2:]) :] == words[2:]
             assert (config.max_restarts, config.min_nodes, config.max_nodes) == (0, nodes, nodes)
+            assert config.rdzv_endpoint == f"{env['PET_MASTER_ADDR']}:{env['PET_MASTER_PORT']}"
             world = config.max_nodes * config.nproc_per_node
-            if nodes > 1:
-                assert config.rdzv_endpoint == f"{env['PET_MASTER_ADDR']}:{env['PET_MASTER_PORT']}"
         else:
             assert words[0] == "python"
             place = resolve(flags.launch, env, lambda: 0)
             assert (place.num_nodes, place.node_rank) == (nodes, node)
             world = place.world_size
-        assert world == expected
+        assert world == nodes * job.processes
         batch = getattr(flags, "batch_size", None)
         assert batch is None or batch % world == 0
+
+
+def torchrun(job: Manifests, node: int, monkeypatch: pytest.MonkeyPatch) -> LaunchConfig:
+    """What torchrun makes of a pod's environment and arguments."""
+    words = job.container["args"]
+    for variable, value in job.environment(node).items():
+        monkeypatch.setenv(variable, value)
+    if "nvidia.com/gpu" not in job.container["resources"]["limits"]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config, _, rest = config_from_args(parse_args(words[1:]))
+    assert rest[-len(words[2:]) :] == words[2:]
+    return config
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_pods_of_the_elastic_job_may_come_and_go(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = manifests("overlays/imagenet_ddp_elastic")
+    config = torchrun(job, node, monkeypatch)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", f"{job.name}-0.{job.name}:29500")
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (1, 4, 1)
+    assert config.max_restarts > 0
+    assert config.rdzv_configs["last_call_timeout"] == "10"
+    text = (ROOT / "k8s" / "overlays" / "imagenet_ddp_elastic" / "kustomization.yaml").read_text()
+    assert f"kubectl patch job/{job.name} " in text, "how to resize it"
 
 
 def test_the_time_of_grace_is_that_of_the_entrypoint() -> None:
