@@ -16,20 +16,22 @@ help:
 	@echo "make docs    set up and build the documentation, in English and Chinese, into site"
 	@echo "make bench   set up and run every benchmark that this machine can, and make the report of them:"
 	@echo "             make bench PEER=../examples MNIST=DIR IMAGES=DIR CSV=FILE VOCAB=FILE; QUICK=1 ONLY=scaling to try it"
-	@echo "make prove-gpu  check every example on a machine with a GPU: PART=correctness or ranks; DEVICE=cpu to try it; OUT=DIR"
+	@echo "make prove-gpu  check every example on a machine with a GPU: PART=correctness, speed or nccl; DEVICE=cpu to try it; OUT=DIR"
 	@echo "make report  the page of the benchmarks from the results that are there"
 	@echo "make setup   make .venv with everything"
 	@echo "make clean   delete environments and runs"
 
 setup: .venv/.ready
 
-# uv downloads in parallel and hard-links from its cache; PYTHONDONTWRITEBYTECODE would make every start slower.
+# uv downloads in parallel and hard-links from its cache; what pip warns of matters only if it fails.
+# PYTHONDONTWRITEBYTECODE would make every start slower.
 .venv/.ready: pyproject.toml constraints.txt
 	@echo "setting up .venv (a minute or two with an empty download cache)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version)'
 	@$(PYTHON) -m venv --clear .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --group dev --editable .
+	@{ $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv && \
+		$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --group dev --editable .; } \
+		>.venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1; }
 	@touch $@
 
 demo: setup
@@ -76,7 +78,8 @@ bench: setup
 # Where torch and the rest are installed already and there is no network: python -m benchmarks.gpu
 prove-gpu: OUT = runs/prove-gpu
 prove-gpu: setup
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m benchmarks.gpu --out $(OUT) $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE))
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m benchmarks.gpu --out $(OUT) $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE)) \
+		$(if $(IMAGES),--images "$(IMAGES)") $(if $(MNIST),--mnist "$(MNIST)") $(if $(PEER),--peer "$(PEER)")
 report: setup
 	@$(BIN)/python -m benchmarks.report
 

@@ -22,7 +22,8 @@ from tests.warm import MARK, WAITING, name_of
 ROOT = Path(__file__).parent.parent
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Mark what needs real data, and leave out what needs a GPU where there is none: pytest counts it as deselected."""
     default = config.getini("timeout") if config.getoption("timeout") is None else config.getoption("timeout")
     for item in items:
@@ -30,6 +31,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(here(float(marker.args[0] if marker else default))), append=False)
         if "real_data" in getattr(item, "fixturenames", ()):
             item.add_marker("data")
+    yield  # for -m and -k: what they leave out need not wait for torch
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
         import torch

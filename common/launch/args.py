@@ -170,9 +170,9 @@ def parse(
 
 def fail(error: UserError) -> NoReturn:
     """Print the error once for the whole job and end this process with exit code 2."""
-    if may_speak(os.environ):
+    if spoke := may_speak(os.environ):
         print(f"error: {error}", file=sys.stderr, flush=True)
-    note(2)
+    note(2, message=f"error: {error}", spoke=spoke)
     raise SystemExit(2)
 
 

@@ -91,9 +91,9 @@ def _end(message: str, code: int, again: bool = False, together: bool = False) -
         together: whether all ranks come to this end.
     """
     _ignore_signals()  # one that comes now would be an exception outside of `recorded`
-    if last_words.answer(last_words.speaks_first, True):
+    if spoke := last_words.answer(last_words.speaks_first, True):
         to_terminal(message)
-    note(RETRY if again else code, place.current().local_world_size)
+    note(RETRY if again else code, place.current().local_world_size, message, spoke)
     sys.stdout.flush()
     if together:
         last_words.answer(last_words.end_together, None, 5.0)
@@ -129,9 +129,11 @@ def _stop_without_main_thread(patience: float = 2.0) -> None:
             if signum in STOPPING and signal.getsignal(signum) is _stop_now:
                 time.sleep(patience)
                 if signal.getsignal(signum) is _stop_now:
-                    if last_words.answer(lambda: last_words.speaks_first(busy=True), True):
-                        to_terminal(_stopped(Stopped(signum, OUTSIDE)))
-                    note(128 + signum, place.current().local_world_size)
+                    message = _stopped(Stopped(signum, OUTSIDE))
+                    spoke = last_words.answer(lambda: last_words.speaks_first(busy=True), True)
+                    if spoke:
+                        to_terminal(message)
+                    note(128 + signum, place.current().local_world_size, message, spoke)
                     os._exit(128 + signum)
 
     threading.Thread(target=watch, daemon=True).start()

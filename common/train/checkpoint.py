@@ -94,6 +94,7 @@ class Checkpoints:
         state = {name: _copied(part.state_dict()) for name, part in self.parts.items()}
         state |= {"progress": dict(progress), "config": dict(self.config)}
         state |= {"world_size": dist.get_world_size(), "random": random}
+        state |= {"threads": torch.get_num_threads()}
         self._pending = self._thread.submit(self._write, progress["step"], state)
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
@@ -155,7 +156,7 @@ class Checkpoints:
                 ) from None
         if found.state["world_size"] == dist.get_world_size():
             restore_random_state(found.state["random"][dist.get_rank()])
-        announce_world(found.state["world_size"])
+        announce_world(found.state)
         return found
 
     def _compare(self, found: Checkpoint) -> None:
@@ -172,17 +173,25 @@ class Checkpoints:
             )
 
 
-def announce_world(before: int) -> None:
-    """Say what it means that a run goes on with another number of processes.
+def announce_world(before: Mapping[str, Any]) -> None:
+    """Say what it means that a run goes on with other ranks than those that made the checkpoint.
 
     Args:
-        before: how many made the checkpoint.
+        before: `world_size`, and `threads` of each rank, which older checkpoints do not hold.
     """
-    if before != dist.get_world_size() and dist.get_rank() == 0:
+    world, threads, now = before["world_size"], before.get("threads"), torch.get_num_threads()
+    if dist.get_rank() != 0:
+        return
+    if world != dist.get_world_size():
         warn(
-            f"continuing with {current().num_nodes} node(s), world {before} -> "
+            f"continuing with {current().num_nodes} node(s), world {world} -> "
             f"{dist.get_world_size()}: the same samples follow in the same order, but sums are "
             f"rounded differently and random numbers start anew"
+        )
+    elif threads not in (None, now):
+        warn(
+            f"continuing with {now} thread(s) per rank, not {threads}: sums are rounded "
+            f"differently; --threads {threads} gives the same bits as before"
         )
 
 

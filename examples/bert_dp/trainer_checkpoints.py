@@ -32,10 +32,13 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errn
 TORCH_WRITES = "StreamWriter|inline_container|iostream|Parent directory"
 
 
-def seal(folder: Path, config: dict[str, Any], world_size: int) -> None:
-    """Write the digests of a checkpoint's files. Rank 0 calls this."""
+def seal(folder: Path, config: dict[str, Any], ranks: dict[str, int]) -> None:
+    """Write the digests of a checkpoint's files, the settings, and which `ranks` made it.
+
+    Rank 0 calls this.
+    """
     digests = {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.name != SEAL}
-    content = {"config": config, "world_size": world_size, "digests": digests}
+    content = {"config": config, **ranks, "digests": digests}
     sealed = content | {"digest": _own_digest(content)}
     write_atomically(folder / SEAL, json.dumps(sealed, indent=2).encode())
 
@@ -76,7 +79,7 @@ def choose(folder: Path, resume: str, config: dict[str, Any]) -> Checkpoint | No
                 f"has {now.get(name)}: give the same flags, or start afresh with another --out"
             )
     broadcast_object(lambda: _set_newer_aside(folder, found))
-    announce_world(before["world_size"])
+    announce_world(before)
     return Checkpoint(found, step(found), {})
 
 

@@ -130,4 +130,5 @@ class ReportCallback(TrainerCallback):
         self.run.write()
         dist.barrier()  # each rank has written its random state
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        broadcast_object(lambda: seal(folder, self.run.config, dist.get_world_size()))
+        ranks = {"world_size": dist.get_world_size(), "threads": torch.get_num_threads()}
+        broadcast_object(lambda: seal(folder, self.run.config, ranks))

@@ -147,6 +147,21 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
         some(tmp_path, {"lr": 0.2, "epochs": 4}).load("auto")
 
 
+def test_another_number_of_threads_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It changes the last bits, as a pod's new CPU limit would."""
+    before = torch.get_num_threads()
+    save(some(tmp_path), {"step": 1})
+    assert some(tmp_path).load("auto")
+    assert capsys.readouterr().err == ""
+    torch.set_num_threads(before + 1)
+    try:
+        assert some(tmp_path).load("auto")
+    finally:
+        torch.set_num_threads(before)
+    said = f"continuing with {before + 1} thread(s) per rank, not {before}: sums are rounded differently; "
+    assert capsys.readouterr().err == f"warning: {said}--threads {before} gives the same bits as before\n"
+
+
 def test_that_there_is_nothing_to_resume_from_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = some(tmp_path)
     assert saved.load("auto") is None

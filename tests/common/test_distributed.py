@@ -227,10 +227,26 @@ main_worker()
 """
 
 
+SIGNALLED_IN_A_LIBRARY = """
+import os, signal
+from common.launch.record import record
+
+@record
+def main_worker():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except Exception as error:  # torch does so around a backend's import
+        raise RuntimeError("the library's own error") from error
+
+main_worker()
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
         (SIGNALLED_WHILE_READING_FLAGS, ""),
+        (SIGNALLED_IN_A_LIBRARY, "stopped by SIGINT: outside of training, nothing to save\n"),
         (SIGNALLED_WHILE_STARTING, "stopped by SIGINT: outside of training, nothing to save\n"),
     ],
 )

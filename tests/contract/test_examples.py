@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
+from numpy.testing import assert_allclose
 
 from tests.conftest import Programs
 from tests.contract.trainings import EXAMPLES, Trainings
@@ -34,7 +34,7 @@ def trainings(session_programs: Programs, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.smoke
 @each_example
 def test_two_processes_leave_what_every_run_leaves(trainings: Trainings, example: str) -> None:
-    out = trainings.out(example, 2)
+    _, out = trainings.one_and_two(example)
     found = result(out)
     assert found.keys() >= FACTS
     assert found["example"] == example
@@ -50,7 +50,8 @@ def test_two_processes_leave_what_every_run_leaves(trainings: Trainings, example
 @pytest.mark.smoke
 @each_example
 def test_two_processes_train_as_one(trainings: Trainings, example: str) -> None:
-    compare(trainings.out(example, 2), trainings.out(example, 1))
+    one, two = trainings.one_and_two(example)
+    compare(two, one)
 
 
 @each_example
@@ -60,7 +61,7 @@ def test_three_processes_train_as_one(trainings: Trainings, example: str) -> Non
 
 def compare(many: Path, one: Path) -> None:
     """The first losses agree up to rounding, which later steps multiply; the world differs and the work does not."""
-    torch.testing.assert_close(losses(many)[:20], losses(one)[:20], rtol=1e-4, atol=1e-6)
+    assert_allclose(losses(many)[:20], losses(one)[:20], rtol=1e-4, atol=1e-6)
     names = ("epochs", "steps", "global_batch", "arguments", "precision")
     assert {name: result(many)[name] for name in names} == {name: result(one)[name] for name in names}
 
@@ -77,13 +78,15 @@ def test_torchrun_trains_the_same(trainings: Trainings, example: str) -> None:
 @each_example
 def test_on_gpus_it_trains_as_on_a_cpu(programs: Programs, trainings: Trainings, tmp_path: Path, example: str) -> None:
     """By one rank, and by two, which share the device if there is only one."""
+    import torch  # 4 s, which the smoke tests need not wait for
+
     env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(torch.cuda.device_count())))}
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
         words = (*trainings.words(example), "--device", "cuda", "--out", out)
         programs.run(*words, *(("--nproc", ranks) if ranks > 1 else ()), cwd=trainings.code(example), env=env)
         assert (result(out)["device"], result(out)["world_size"]) == ("cuda", ranks)
-        torch.testing.assert_close(losses(out)[:10], losses(trainings.out(example, 1))[:10], rtol=1e-3, atol=1e-5)
+        assert_allclose(losses(out)[:10], losses(trainings.out(example, 1))[:10], rtol=1e-3, atol=1e-5)
 
 
 @each_example

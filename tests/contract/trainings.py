@@ -1,5 +1,6 @@
 """One short training of each example: long enough to be killed, small enough for a laptop."""
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,19 @@ class Trainings:
         """What a training with so many ranks has left."""
         out = self.folder / f"{example}-{nproc}{'-torchrun' * torchrun}"
         if not out.exists():
-            start = (*TORCHRUN, nproc) if torchrun else ()
-            ranks = () if torchrun or nproc == 1 else ("--nproc", nproc)
-            self.programs.run(*start, *self.words(example), *ranks, "--out", out, cwd=self.code(example))
+            self.programs.finish(self._start(example, nproc, out, torchrun))
         return out
+
+    def one_and_two(self, example: str) -> tuple[Path, Path]:
+        """What a training with one rank and with two has left; both run at once."""
+        outs = [self.folder / f"{example}-{nproc}" for nproc in (1, 2)]
+        started = [self._start(example, nproc, out) for nproc, out in enumerate(outs, 1) if not out.exists()]
+        for process in started:
+            self.programs.finish(process)
+        return outs[0], outs[1]
+
+    def _start(self, example: str, nproc: int, out: Path, torchrun: bool = False) -> subprocess.Popen[str]:
+        start = (*TORCHRUN, nproc) if torchrun else ()
+        ranks = () if torchrun or nproc == 1 else ("--nproc", nproc)
+        words = (*start, *self.words(example), *ranks, "--out", out)
+        return self.programs.start(*words, cwd=self.code(example))

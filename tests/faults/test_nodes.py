@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,20 @@ class Nodes:
         return words in self.log.read_text()
 
 
+@pytest.fixture
+def nodes(programs: Programs, jobs: Jobs, program: str, network: tuple[str, str], tmp_path: Path) -> Generator[Nodes]:
+    """Two nodes; what they have said is shown if the test fails."""
+    nodes = Nodes(programs, jobs, program, network, tmp_path / "out")
+    yield nodes
+    print(nodes.log.read_text())
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize("program", OTHERS)
 def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
-    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, network: tuple[str, str], eventually: Eventually
+    nodes: Nodes, jobs: Jobs, program: str, eventually: Eventually
 ) -> None:
     """Training goes on with one node, then with two; the programs check each epoch themselves."""
-    nodes = Nodes(programs, jobs, program, network, tmp_path / "out")
     first, second = nodes.elastic(0), nodes.elastic(1)
     eventually(lambda: newest_step(nodes.out) >= 6, 60, "step 6")
     nodes.kill(1)
@@ -102,14 +110,11 @@ def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
 
 @pytest.mark.timed
 @pytest.mark.parametrize("program", OTHERS)
-def test_the_network_is_cut(
-    programs: Programs, tmp_path: Path, jobs: Jobs, program: str, network: tuple[str, str], eventually: Eventually
-) -> None:
+def test_the_network_is_cut(nodes: Nodes, jobs: Jobs, program: str, eventually: Eventually) -> None:
     """Both sides end, and write no checkpoint any more; when the cable is back, they go on to the same bits."""
-    nodes = Nodes(programs, jobs, program, network, tmp_path / "out")
     both = [nodes.static(0), nodes.static(1)]
     eventually(lambda: newest_step(nodes.out) >= 6, 60, "step 6")
-    ip("-n", network[0], "link", "set", "cable", "down")
+    ip("-n", nodes.network[0], "link", "set", "cable", "down")
     started = time.monotonic()
     time.sleep(1)
     stopped = newest_step(nodes.out)
@@ -121,6 +126,6 @@ def test_the_network_is_cut(
     assert re.search(
         r"rank 1: lost another process \(the host of the rendezvous, 10\.77\.0\.1:29500, is gone, too,", said
     )
-    ip("-n", network[0], "link", "set", "cable", "up")
+    ip("-n", nodes.network[0], "link", "set", "cable", "up")
     assert [node.wait(here(100)) for node in (nodes.static(0), nodes.static(1))] == [0, 0]
     assert same(nodes.out, jobs.whole(program, 2))

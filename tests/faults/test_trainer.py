@@ -29,7 +29,7 @@ def copied(tmp_path: Path, jobs: Jobs) -> Path:
 def resealed(folder: Path) -> None:
     """As somebody would who means harm: the seal is no secret."""
     before = json.loads((folder / SEAL).read_text())
-    seal(folder, before["config"], before["world_size"])
+    seal(folder, before["config"], {"world_size": before["world_size"], "threads": before["threads"]})
 
 
 def test_any_flipped_bit_or_cut_is_noticed(copied: Path) -> None:
@@ -63,7 +63,7 @@ for number in range(40):
             body = os.urandom(3_000_000)
             file.write_bytes(hashlib.sha256(body).digest() + body)
         (folder / "trainer_state.json").write_text('{"best_model_checkpoint": null}')
-        seal(folder, {}, 1)
+        seal(folder, {}, {"world_size": 1})
         time.sleep(0.01)
     time.sleep(0.03 + choose.random() / 15)
     os.kill(child, signal.SIGKILL)
@@ -81,6 +81,7 @@ def test_killed_while_saving_no_half_written_checkpoint_is_taken(programs: Progr
     whole, cut = map(int, programs.run("-c", SAVE_AND_BE_KILLED, tmp_path).stdout.split())
     assert whole + cut == 40
     assert cut > 5, "the kills did not hit a save"
+    assert whole > 0, "no save was finished"
 
 
 class Payload:
