@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from common.data.digits import load_digits, stratified_split
 from common.data.download import TORCHVISION, mnist_folder
 from common.data.samplers import Shard, indices_of
 from common.launch.errors import UserError
@@ -128,16 +129,11 @@ def digits() -> ImageData:
 
     1,436 to train on, 361 to test, fixed and stratified.
     """
-    # 1 to 5 seconds, which a run on other data need not wait for
-    from sklearn.datasets import load_digits  # 1 s and more, which MNIST does not have to pay
-    from sklearn.model_selection import train_test_split  # as above
-
-    pixels, labels = load_digits(return_X_y=True)
+    pixels, labels = load_digits()
     pixels = (pixels.reshape(-1, 1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-    numbers = np.arange(len(labels))
     train, test = (
-        Images(torch.from_numpy(pixels[part]), torch.from_numpy(labels[part]).long())
-        for part in train_test_split(numbers, test_size=361, stratify=labels, random_state=0)
+        Images(torch.from_numpy(pixels[part]), torch.from_numpy(labels[part]))
+        for part in stratified_split(labels, test_samples=361, seed=0)
     )
     return _data("digits", train, test)
 

@@ -53,7 +53,7 @@ LONGEST = 60.0
 # The processes are forked from one that has imported torch and has no thread. This one has those of the stores: a fork
 # copies the locks that they hold, and not them.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload([__name__, "sklearn.datasets", "sklearn.model_selection"])
+SERVER.set_forkserver_preload([__name__])
 
 
 class Here:

@@ -7,7 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from common.data.digits import load_digits, stratified_split
 from common.data.idx import digits, idx_folder, image_data, read_idx
 from common.data.samplers import GlobalBatchSampler, Shard
 from common.launch.errors import UserError
@@ -24,6 +27,27 @@ def test_digits_are_split_fixed_and_stratified() -> None:
     assert share.max() - share.min() < 0.01
     assert torch.equal(data.train.pixels, digits().train.pixels)
     assert str(data) == "digits (1436 train, 361 test)"
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn import datasets
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    ours, our_labels = load_digits()
+    assert np.array_equal(ours, pixels)
+    assert np.array_equal(our_labels, labels)
+
+
+@settings(deadline=None)  # the first import of scikit-learn
+@given(st.lists(st.integers(2, 40), min_size=2, max_size=12), st.integers(0, 1000), st.data())
+def test_the_split_is_that_of_scikit_learn(counts: list[int], seed: int, data: st.DataObject) -> None:
+    from sklearn.model_selection import train_test_split
+
+    labels = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
+    test = data.draw(st.integers(len(counts), len(labels) - len(counts)))
+    reference = train_test_split(np.arange(len(labels)), test_size=test, stratify=labels, random_state=seed)
+    for ours, theirs in zip(stratified_split(labels, test, seed), reference, strict=True):
+        assert ours.tolist() == theirs.tolist()
 
 
 def test_normalise_is_totensor_and_normalize(real_data: Path) -> None:
