@@ -1,10 +1,13 @@
 """What a run shows and records while it goes on. Rank 0 does; nothing here communicates."""
 
+import io
 import json
 import os
+import socket
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,9 @@ from typing import Any
 from tqdm import tqdm
 
 from common.launch.errors import UserError
-from common.train.files import unwritable, write_atomically, writing
+from common.train.files import write_atomically, writing
 
 Point = tuple[int, dict[str, float]]
-ROOM = 1 << 16  # bytes; with less, the thread of TensorBoard that writes would print a traceback
 
 
 class Log:
@@ -33,7 +35,8 @@ class Log:
         self.points: list[Point] = []  # all of the run, for the curves
         self._unwritten: list[Point] = []  # not yet in metrics.jsonl
         self._for_tensorboard: list[Point] = []  # not yet in the events
-        self._writer: Any = None
+        name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._events: Path | None = out / "tensorboard" / name  # None: the disk took no more
 
     def print0(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -94,36 +97,47 @@ class Log:
             self._unwritten = []
 
     def write_events(self) -> None:
-        """Write what is in metrics.jsonl to TensorBoard's events.
+        """Write what is in metrics.jsonl to TensorBoard's events; a full disk ends them, no run.
 
-        Raises:
-            UserError: the disk is full, for example.
+        Not by SummaryWriter: its thread would print a traceback on a full disk.
         """
-        if not self._for_tensorboard:
+        if not self._for_tensorboard or self._events is None:
             return
-        folder, disk = self.out / "tensorboard", os.statvfs(self.out)
-        if disk.f_bavail * disk.f_frsize < ROOM:
-            raise unwritable(folder, "No space left on device", ROOM)
-        with writing(folder):
-            if self._writer is None:
-                from torch.utils.tensorboard import SummaryWriter  # 0.5 s, after the first epoch
-
-                self._writer = SummaryWriter(str(folder))
-            for step, values in self._for_tensorboard:
-                for name, value in values.items():
-                    self._writer.add_scalar(name, value, step)
-            self._writer.flush()
+        try:
+            self._events.parent.mkdir(exist_ok=True)
+            with self._events.open("ab") as file:
+                file.write(_records(self._for_tensorboard, first=file.tell() == 0))
+        except OSError as error:
+            self.warn(
+                f"{self._events.parent} cannot be written ({error.strerror}): "
+                f"TensorBoard's events end here; metrics.jsonl has them all"
+            )
+            self._events = None
         self._for_tensorboard = []
 
     def close(self, error: BaseException | None) -> None:
         """Write what is left. After an error, the error is what counts, not a full disk."""
         with suppress(*(UserError,) * (error is not None)):
             self.write_lines()
-            if not isinstance(error, UserError):  # on a full disk TensorBoard's thread would fail
-                self.write_events()
-            if self._writer is not None:
-                with writing(self.out / "tensorboard"):
-                    self._writer.close()
+            self.write_events()
+
+
+def _records(points: Sequence[Point], first: bool) -> bytes:
+    """Scalars as TensorBoard's events; a file begins with one that tells the version."""
+    from tensorboard.compat.proto import event_pb2  # 0.5 s, after the first epoch
+    from tensorboard.summary.writer.record_writer import RecordWriter  # as above
+
+    protocol: Any = event_pb2  # its classes are made when it is imported
+    content, now = io.BytesIO(), time.time()
+    records = RecordWriter(content)
+    if first:
+        version = protocol.Event(wall_time=now, file_version="brain.Event:2")
+        records.write(version.SerializeToString())
+    for step, values in points:
+        scalars = [{"tag": name, "simple_value": value} for name, value in values.items()]
+        event = protocol.Event(wall_time=now, step=step, summary={"value": scalars})
+        records.write(event.SerializeToString())
+    return content.getvalue()
 
 
 def _points(file: Path) -> list[Point]:
