@@ -3,7 +3,7 @@
 - README.md is the home page, and the README of each example is its page.
 - A link to a file or folder of the repository leads to a page that shows it; pictures are taken along.
 - `<!-- include: README.md#Heading -->` on a line of its own is replaced by that section, without its heading.
-- The page on Kubernetes appears when README.md has a section about it.
+- k8s/README.md is the page on Kubernetes.
 """
 
 import ast
@@ -25,7 +25,6 @@ INCLUDE = re.compile(r"^<!-- include: (\S+?)#(.+?) -->$", re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^.*\]\(README(?:\.zh-CN)?\.md\).*\n", re.MULTILINE)  # the site's header links to it
 SLUG = slugify(case="lower")  # as in mkdocs.yml
 PICTURES = (".png", ".svg", ".jpg", ".gif")
-CLUSTER = r"Kubernetes|Docker|[Cc]ontainers?|容器"
 TITLES = {
     "en": {
         "index.md": "Home",
@@ -34,7 +33,8 @@ TITLES = {
         "concepts.md": "Concepts",
         "parallelism.md": "Data or model parallel?",
         "launchers.md": "Launchers",
-        "kubernetes.md": "Containers and Kubernetes",
+        "docker.md": "Docker",
+        "k8s.md": "Kubernetes",
         "your-model.md": "Your own model",
         "common.md": "The shared code",
         "faults.md": "Faults",
@@ -47,7 +47,8 @@ TITLES = {
         "concepts.md": "概念",
         "parallelism.md": "数据并行还是模型并行？",
         "launchers.md": "启动方式",
-        "kubernetes.md": "容器与 Kubernetes",
+        "docker.md": "Docker",
+        "k8s.md": "Kubernetes",
         "your-model.md": "换成自己的模型",
         "common.md": "共用代码",
         "faults.md": "故障",
@@ -73,7 +74,7 @@ def address(path: str) -> str:
     path = path.replace(".zh-CN", "")
     if path == "README.md":
         return "index.md"
-    if match := re.fullmatch(r"(examples/\w+|docker|k8s)/README\.md", path):
+    if match := re.fullmatch(r"(examples/\w+|k8s)/README\.md", path):
         return f"{match[1]}.md"
     if match := re.fullmatch(r"docs/(?:en/|zh/)?([\w-]+\.md)", path):
         return match[1]
@@ -161,7 +162,7 @@ def content(origin: str, language: str) -> tuple[str, set[str]]:
         return included
 
     text = INCLUDE.sub(include, text)
-    untranslated = language == "zh" and "zh" not in origin and re.match(r"examples|docker|k8s", origin)
+    untranslated = language == "zh" and "zh" not in origin and re.match(r"examples|k8s", origin)
     return (ENGLISH_ONLY if untranslated else "") + text, targets
 
 
@@ -181,18 +182,6 @@ def folder_page(origin: str) -> tuple[str, set[str]]:
     return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n{table}", targets
 
 
-def cluster_page(language: str) -> tuple[str, set[str]]:
-    """README.md's sections on containers and Kubernetes as a page; empty where it has none."""
-    origin = in_language("README.md", language)
-    text = (ROOT / origin).read_text()
-    parts, targets = [], set()
-    for heading in re.findall(rf"^## (.*(?:{CLUSTER}).*)$", FENCE.sub(_hidden, text), re.MULTILINE):
-        part, more = rewritten(section(text, heading), origin, "kubernetes.md", language)
-        parts.append(f"## {heading}\n\n{part}\n\n")
-        targets |= more
-    return (f"# {TITLES[language]['kubernetes.md']}\n\n" + "".join(parts) if parts else ""), targets
-
-
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the navigation: the pages of the language's folder, and one page per example."""
     config.theme.static_templates.discard("404.html")  # for servers only
@@ -201,11 +190,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for page, title in TITLES[language].items():
         if page == "examples":
             nav.append({title: [{name: f"examples/{name}.md"} for name in examples()]})
-        elif page == "kubernetes.md":
-            more = [name for name in ("docker", "k8s") if (ROOT / name / "README.md").exists()]
-            pages = [{title: page}] if cluster_page(language)[0] else []
-            pages += [{f"{name}/": f"{name}.md"} for name in more]
-            nav += [{title: pages}] if more else pages
         else:
             nav.append({title: page})
     config.nav = nav
@@ -216,14 +200,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what the pages are made from, and everything in the repository that they link to."""
     language = config.theme["language"]
     own = sorted((ROOT / "docs" / language).glob("*.md"))
-    todo = [str(path.relative_to(ROOT)) for path in own] + ["README.md", "docs/faults.md"]
+    todo = [str(path.relative_to(ROOT)) for path in own] + ["README.md", "docs/faults.md", "k8s/README.md"]
     todo += [f"examples/{name}/README.md" for name in examples()]
-    todo += [f"{name}/README.md" for name in ("docker", "k8s") if (ROOT / name / "README.md").exists()]
     pages: dict[str, str | Path] = {"iframe-worker.js": ROOT / "docs" / "iframe-worker.js"}
-    cluster, targets = cluster_page(language)
-    if cluster:
-        pages["kubernetes.md"] = cluster
-        todo += targets
     while todo:
         origin = in_language(todo.pop(), language)
         page = address(origin)

@@ -227,8 +227,8 @@ def test_the_nodes_of_the_compose_file_are_as_hard_as_pods() -> None:
     assert COMPOSE["networks"] == {"job": {"internal": True}}
 
 
-def test_the_readme_names_what_there_is() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_page_names_what_there_is() -> None:
+    text = (ROOT / "docs/en/docker.md").read_text()
     assert HARDENED
     for name, tag in re.findall(r"distributed-training-examples/(\w+):([\w.-]+)", text):
         assert build.targets({})[name]["tags"] == [f"distributed-training-examples/{name}:{tag}"]

@@ -1,4 +1,4 @@
-"""The messages that the troubleshooting table quotes are those that the program prints."""
+"""The messages that the tables on troubleshooting quote are those that the program prints."""
 
 import re
 
@@ -6,9 +6,13 @@ import pytest
 
 from tests.conftest import ROOT
 
-TABLE = (ROOT / "README.md").read_text().split("## Troubleshooting")[1].split("\n## ")[0]
-QUOTED = [text for row in TABLE.splitlines() for text in re.findall(r"^\| `(.+?)`", row)]
-SOURCES = "".join(path.read_text() for path in sorted((ROOT / "common").rglob("*.py")))
+TABLES = [
+    (ROOT / page).read_text().split("## Troubleshooting")[1].split("\n## ")[0]
+    for page in ("README.md", "docs/en/docker.md")
+]
+QUOTED = sorted({text for table in TABLES for text in re.findall(r"^\| `(.+?)`", table, re.MULTILINE)})
+FILES = [*sorted((ROOT / "common").rglob("*.py")), ROOT / "docker" / "entrypoint.py"]
+SOURCES = "".join(path.read_text() for path in FILES)
 
 
 @pytest.mark.parametrize("message", QUOTED)
@@ -16,7 +20,8 @@ def test_quoted_messages_exist(message: str) -> None:
     """The words between the values stand in the source in this order."""
     plain = re.sub(r'"\s*f?"', "", SOURCES)  # adjacent string literals
     words = re.split(
-        r"\d[\d., ]*|HOST:PORT|\bP\b|\.\.\.|\blr\b|SIGKILL|Address already in use|--batch-size|the step to resume from",
+        r"\d[\d., ]*|HOST:PORT|\bP\b|\.\.\.|\blr\b|SIGKILL|--batch-size|the step to resume from|--out|"
+        r"Address already in use|Read-only file system|Permission denied",
         message,
     )
     parts = [part.strip(" (),;") for part in words if len(part.strip(" (),;")) > 3]

@@ -173,13 +173,9 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_section_about_kubernetes_becomes_a_page(hooks: ModuleType) -> None:
-    text, targets = hooks.cluster_page("en")
-    assert "## On Kubernetes\n\nSee [k](source/k8s/index.md) `x`.\n\n```sh\n## no heading\n```\n" in text
-    assert "End" not in text
-    assert targets == {"k8s"}
-    (hooks.ROOT / "README.md").write_text("# T\n\n## Other\n\n```sh\n# Kubernetes\n```\n")
-    assert hooks.cluster_page("en") == ("", set())
+def test_a_section_ends_at_the_next_heading(hooks: ModuleType) -> None:
+    text = hooks.section((hooks.ROOT / "README.md").read_text(), "On Kubernetes")
+    assert text == "See [k](k8s) `x`.\n\n```sh\n## no heading\n```"
 
 
 def test_links_follow_the_site(hooks: ModuleType) -> None:

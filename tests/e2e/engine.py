@@ -17,8 +17,8 @@ from types import ModuleType
 from tests.conftest import ROOT
 from tests.machine import here
 
-# The README's commands with one container, and the flags of the first: all containers of the tests are as hardened.
-COMMANDS = re.findall(r"^docker run .*", (ROOT / "README.md").read_text().replace("\\\n", " "), re.MULTILINE)
+# The page's commands with one container, and the flags of the first: all containers of the tests are as hardened.
+COMMANDS = re.findall(r"^docker run .*", (ROOT / "docs/en/docker.md").read_text().replace("\\\n", " "), re.MULTILINE)
 HARDENED = re.findall(r"(?<=docker run --rm ).*?(?= -v )", COMMANDS[0])[0].split()
 
 

@@ -1,4 +1,4 @@
-"""`--compile` in containers as hardened as the README shows: it needs a compiler, and a folder to load code from."""
+"""`--compile` in containers as hardened as the page shows: it needs a compiler, and a folder to load code from."""
 
 from collections.abc import Generator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every image runs its example as hardened as the README shows; none holds more than it needs."""
+"""Every image runs its example as hardened as the page shows; none holds more than it needs."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def out(tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_readme_hardens() -> None:
+def test_the_page_hardens() -> None:
     wanted = ["--network none", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges"]
     for flag in (*wanted, "--tmpfs /tmp:exec,size=1g"):
         assert flag in " ".join(HARDENED)
@@ -42,7 +42,7 @@ def test_the_readme_hardens() -> None:
 @pytest.mark.parametrize(
     "command", [pytest.param(each, marks=[pytest.mark.gpu] if "--gpus" in each else []) for each in COMMANDS]
 )
-def test_the_readmes_commands_run_as_they_stand(containers: Containers, command: str) -> None:
+def test_the_pages_commands_run_as_they_stand(containers: Containers, command: str) -> None:
     _, *words = shlex.split(command.replace("-v out:", f"-v {containers.volume()}:"))
     done = engine(*words, limit=400)
     said = done.stdout + done.stderr

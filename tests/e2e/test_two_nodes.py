@@ -259,7 +259,7 @@ def test_the_doctor_sees_both_nodes(containers: Containers, volume: Path) -> Non
 
 
 def test_the_compose_file_trains_on_two_nodes(containers: Containers) -> None:
-    """The README's command, to its end."""
+    """The page's command, to its end."""
     project = f"{containers.token}-compose"
     provider = ["docker", "compose"] if program() == "docker" else [str(Path(sys.executable).parent / "podman-compose")]
     compose = [*provider, "--project-name", project, "--file", str(ROOT / "docker" / "compose.yaml")]

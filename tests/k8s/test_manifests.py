@@ -125,11 +125,12 @@ def test_the_header_says_how_to_use_it(folder: str) -> None:
         assert "memlock" in text
 
 
-def test_the_readmes_commands_are_those_of_the_header() -> None:
+def test_the_pages_commands_are_those_of_the_header() -> None:
     header = (ROOT / "k8s" / "overlays" / "imagenet_ddp" / "kustomization.yaml").read_text()
     commands = re.findall(r"^# \w+: +(kubectl [^#\n]*[^# \n])", header, re.MULTILINE)
     assert len(commands) == 4
-    assert re.findall(r"^kubectl .*", (ROOT / "README.md").read_text(), re.MULTILINE) == commands
+    page = (ROOT / "k8s" / "README.md").read_text()
+    assert re.findall(r"^kubectl .*", page, re.MULTILINE)[:4] == commands
 
 
 @pytest.mark.parametrize("name", [name for name in OVERLAYS if name != "imagenet_ddp_elastic"])
