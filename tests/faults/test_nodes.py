@@ -98,7 +98,7 @@ def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
     assert time.monotonic() - started < here(20)
     stopped = newest_step(nodes.out)
     eventually(lambda: newest_step(nodes.out) > stopped + 9, 60, "training")
-    assert not nodes.said("ProofError")
+    assert not nodes.said("CheckError")
     nodes.kill(0)
     first.wait()
     started = time.monotonic()
