@@ -66,6 +66,8 @@ def start(job: Manifests) -> Iterator[str]:
     args = job.container["args"]
     if args[:2] not in (["torchrun", "-m"], ["python", "-m"]):
         yield "no launcher"
+    if job.elastic and args[0] != "torchrun":
+        yield "only torchrun lets pods come and go"
     if args[args.index("--resume") + 1] != "auto":
         yield "a new pod does not go on from the checkpoint"
     if job.environment(0)["PET_MAX_RESTARTS"] != ("100" if job.elastic else "0"):

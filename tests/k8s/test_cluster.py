@@ -25,6 +25,7 @@ ADDED = {
     "gpu-product": "",
     "kueue": "",
     "nccl": "",
+    "nodes": "",
     "priority": "",
     "rdma": "",
 }
@@ -63,10 +64,45 @@ def test_every_component_fits_every_kind(copied: Path, kind: str, component: str
     assert str(job.documents) != str(manifests(f"{'overlays' if kind == 'job' else f'variants/{kind}'}/gan_ddp_gpu"))
 
 
+TOGETHER = ("drain", "dns-node-cache", "gpu-product", "rdma", "nccl", "priority", "kueue", "topology", "deadline")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlay", [f"{name}{devices}" for name in sorted(EXAMPLES) for devices in ("", "_gpu")])
+def test_all_components_fit_every_overlay_at_once(copied: Path, overlay: str, kind: str) -> None:
+    job = own(copied, f"all-{kind}-{overlay}", overlay, (*TOGETHER, *[kind] * (kind != "job")))
+    assert [problem for document in job.documents for problem in invalid(document)] == []
+    assert {complaint.partition(":")[0] for complaint in complaints(job)} == {"failures", "network"}
+    read = {"job": "Job", "jobset": "JobSet", "trainjob": "TrainJob"}[kind]
+    assert job.of(read)[0]["metadata"]["labels"][QUEUE] == "training"
+    assert job.documents[-1]["kind"] == "TrainJob" or kind != "trainjob"
+    assert job.job["template"]["metadata"]["annotations"]
+    assert {"nodeSelector", "priorityClassName"} <= job.pod.keys()
+    assert "activeDeadlineSeconds" in job.job
+    assert "NCCL_DEBUG" in job.environment(0)
+    assert job.processes == manifests(f"overlays/{overlay}").processes
+
+
+@pytest.mark.parametrize("overlay", ["gan_ddp", "manual_allreduce_sgd_gpu", "imagenet_ddp_gpu"])
+def test_other_jobs_can_be_elastic(copied: Path, overlay: str) -> None:
+    job = own(copied, f"elastic-{overlay}", overlay, ("drain", "elastic", "kueue", "nccl"))
+    assert [problem for document in job.documents for problem in invalid(document)] == []
+    assert complaints(job) == []
+    assert job.elastic
+
+
+@pytest.mark.parametrize(("overlay", "kind"), [("bert_dp", "job"), ("gan_ddp", "jobset"), ("gan_ddp", "trainjob")])
+def test_what_cannot_be_elastic_is_seen(copied: Path, overlay: str, kind: str) -> None:
+    """Programs that start their processes themselves, and kinds whose controllers set the rendezvous."""
+    job = own(copied, f"elastic-{kind}", overlay, ("drain", "elastic", *[kind] * (kind != "job")))
+    assert complaints(job)
+
+
 def test_every_component_is_used_or_described() -> None:
     used = "".join((ROOT / "k8s" / folder / "kustomization.yaml").read_text() for folder in ALL)
     names = {path.name for path in (ROOT / "k8s" / "components").iterdir()}
-    assert {name for name in names if f"components/{name}\n" not in used} == {"dns-node-cache", "dns-openshift"}
+    unused = {name for name in names if f"components/{name}\n" not in used}
+    assert unused == {"dns-node-cache", "dns-openshift", "nodes"}
     assert names <= set(re.findall(r"`([\w-]+)`", PAGE))
     assert ADDED.keys() <= names
 
@@ -76,6 +112,7 @@ def test_the_page_shows_a_folder_that_renders(copied: Path) -> None:
     (copied / "mine" / "page").mkdir(parents=True)
     (copied / "mine" / "page" / "kustomization.yaml").write_text(text)
     job = manifests("mine/page", copied)
+    assert [problem for document in job.documents for problem in invalid(document)] == []
     assert complaints(job) == []
     assert [document["kind"] for document in job.documents][-1] == "TrainJob"
     assert job.of("TrainJob")[0]["metadata"]["labels"][QUEUE] == "training"
@@ -122,6 +159,18 @@ def test_nothing_of_one_cluster_is_set_for_all(name: str) -> None:
     assert not [variable for variable in job.environment(0) if variable.startswith(("NCCL_", "GLOO_"))]
     assert not {"nodeSelector", "priorityClassName"} & job.pod.keys()
     assert QUEUE not in str(job.documents)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_nodes(copied: Path, kind: str) -> None:
+    """All that depends on it follows: pods, rendezvous, budget, Kubeflow's numNodes."""
+    job = own(copied, f"four-{kind}", "gan_ddp_gpu", ("nodes", *[kind] * (kind != "job")))
+    assert (job.job["completions"], job.of("PodDisruptionBudget")[0]["spec"]["minAvailable"]) == (4, 4)
+    assert complaints(job) == []
+    if kind == "trainjob":
+        assert job.owner["spec"]["mlPolicy"]["numNodes"] == 4
+    else:
+        assert job.environment(3)["PET_NNODES"] == "4"
 
 
 EGRESS = {
