@@ -1,0 +1,1 @@
+"""An estimate of the memory that a training step needs: `python -m common.memory`."""
