@@ -55,13 +55,18 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
 
 
 def ranks_share_devices() -> bool:
-    """Whether the ranks of this node are more than the CUDA devices that torch sees.
+    """Whether the ranks of this node are more than the CUDA devices that they take.
 
     Under SLURM they may not be: srun can show each process a device of its own.
     """
-    place, devices = current(), torch.cuda.device_count()
-    own = place.launcher == "slurm" and devices == 1
-    return 0 < devices < place.local_world_size and not own
+    own = current().launcher == "slurm" and torch.cuda.device_count() == 1
+    return 0 < used_devices() < current().local_world_size and not own
+
+
+def used_devices() -> int:
+    """The CUDA devices among which the ranks of this node divide themselves: `--gpu` names one."""
+    devices = torch.cuda.device_count()
+    return devices if current().flags.gpu is None else min(1, devices)
 
 
 def _cuda_backend(flags: Launch) -> str:
@@ -79,7 +84,7 @@ def _cuda_backend(flags: Launch) -> str:
         return "nccl"
     if flags.dist_backend == "auto":
         return "gloo"
-    ranks, devices = current().local_world_size, torch.cuda.device_count()
+    ranks, devices = current().local_world_size, used_devices()
     raise UserError(
         f"--dist-backend nccl: {ranks} processes share {devices} CUDA device(s), and this nccl "
         f"({'.'.join(map(str, version))}) cannot do that before "

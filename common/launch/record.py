@@ -42,6 +42,7 @@ REMEDIES = {
     "DataLoader worker (pid": "more memory, or --workers 0",
     "out of memory": "a smaller --batch-size, or more processes",
     "allocate memory": "a smaller --batch-size, or more processes",
+    "does not have a deterministic implementation": "to leave --deterministic out",
     "Duplicate GPU detected": "fewer processes than GPUs, or --dist-backend gloo",
     "Multiple Ranks are using the same GPU": "fewer processes than GPUs, or --dist-backend gloo",
 }

@@ -1,5 +1,6 @@
 """Mixed precision: what a run computes with on one device."""
 
+import os
 from typing import Any, TypeVar, cast
 
 import torch
@@ -55,7 +56,10 @@ class MixedPrecision:
             backends.fp32_precision = "tf32" if self.name == "tf32" else "ieee"
             backends.cudnn.benchmark = True  # tries the algorithms once per shape
         if self.deterministic:  # the CPU's kernels are repeatable anyway
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # Not with warn_only: fused attention would not be repeatable. An operation without a
+            # repeatable kernel is an error, which `record` explains.
+            torch.use_deterministic_algorithms(True)
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch 2.11 asks for it
             torch.backends.cudnn.deterministic = True
             torch.backends.cudnn.benchmark = False
 

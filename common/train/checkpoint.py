@@ -92,6 +92,8 @@ class Checkpoints:
             return
         self.wait()
         state = {name: _copied(part.state_dict()) for name, part in self.parts.items()}
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # once, for all copies
         state |= {"progress": dict(progress), "config": dict(self.config)}
         state |= {"world_size": dist.get_world_size(), "random": random}
         state |= {"threads": torch.get_num_threads()}
@@ -196,9 +198,16 @@ def announce_world(before: Mapping[str, Any]) -> None:
 
 
 def _copied(state: Any) -> Any:
-    """A copy in the host's memory, which training does not change while it is written."""
+    """A copy in the host's memory, which training does not change while it is written.
+
+    Those of CUDA tensors are complete when the device has done its work so far.
+    """
+    if isinstance(state, Tensor) and state.is_cuda:
+        # Into pinned memory, which torch keeps for the next checkpoint: no copy waits for another.
+        pinned = torch.empty_like(state, device="cpu", pin_memory=True)
+        return pinned.copy_(state.detach(), non_blocking=True)
     if isinstance(state, Tensor):
-        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+        return state.detach().clone()
     if isinstance(state, Mapping):
         return {name: _copied(value) for name, value in state.items()}
     if isinstance(state, (list, tuple)):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.launch.collectives import assert_same_on_all_ranks
-from common.launch.device import ranks_share_devices
+from common.launch.device import ranks_share_devices, used_devices
 from common.launch.errors import UserError
 from common.launch.place import current
 from common.train.evaluate import Evaluation
@@ -59,7 +59,7 @@ def greet(run: "Run") -> None:
         run.warn("--deterministic makes CUDA kernels repeatable, and the run considerably slower")
     device = torch.cuda.get_device_name(run.device) if cuda else "cpu"
     shared = cuda and ranks_share_devices()
-    count = f"{world_size} ranks share {torch.cuda.device_count()}" if shared else f"{world_size}"
+    count = f"{world_size} ranks share {used_devices()}" if shared else f"{world_size}"
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     shares = run.options.shares or f"{ranks} x {run.batch_size // world_size}"
     run.print0(

@@ -16,7 +16,8 @@ class TorchDataParallel:
 
     Args:
         net: all its parameters and buffers are on the first device.
-        devices: CUDA devices, each once. (Without any, `nn.DataParallel` is the bare module, and
+        devices: CUDA devices, each any number of times: its replicas then share it, and torch adds
+            their gradients up without nccl. (On a CPU, `nn.DataParallel` is the bare module, and
             does not report it.)
         loss_inside: compute the loss in the replicas, so that numbers are gathered, not logits.
         explanation: not used: torch's steps cannot be watched one by one.
@@ -58,13 +59,13 @@ def choose_engine(
     Raises:
         UserError: it cannot do what is asked for.
     """
-    usable = devices[0].type == "cuda" and len(set(devices)) == len(devices)
+    usable = devices[0].type == "cuda"
     if name == "eight-steps" or (name == "auto" and (explain or not usable)):
         return EightSteps
     if not usable:
         raise UserError(
-            "--engine torch: nn.DataParallel needs different CUDA devices (on the CPU it runs one "
-            "replica, and does not report it); use --engine eight-steps"
+            "--engine torch: nn.DataParallel needs CUDA devices (on the CPU it runs one replica, "
+            "and does not report it); use --engine eight-steps"
         )
     if explain:
         raise UserError(

@@ -8,7 +8,8 @@ import resource
 import signal
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -60,6 +61,52 @@ def test_a_checkpoint_returns_what_was_saved(tmp_path: Path) -> None:
     by_path = some(tmp_path).load(str(found.path))
     assert by_path is not None
     assert by_path.step == 120
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on a device whose copies to the host are done when the host waits for it."""
+
+    is_cuda = True
+    begun: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and kwargs == {"non_blocking": True}:
+            host, source = args
+            cls.begun.append((host, source.as_subclass(torch.Tensor)))
+            return host
+        assert func is not torch.Tensor.cpu, "waits for the device"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_copies_from_a_gpu_are_begun_together_and_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like, pinned, waits = torch.empty_like, [], []
+
+    def host(tensor: torch.Tensor, *, device: str, pin_memory: bool) -> torch.Tensor:
+        pinned.append((device, pin_memory))
+        return torch.full_like(tensor.as_subclass(torch.Tensor), -1)
+
+    def synchronize() -> None:
+        waits.append(len(OnDevice.begun))
+        for target, source in OnDevice.begun:
+            target.copy_(source)
+        OnDevice.begun.clear()
+
+    monkeypatch.setattr(torch, "empty_like", host)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    weights = [torch.arange(4.0), torch.arange(6.0).view(2, 3)]
+    state = {"weights": [weight.as_subclass(OnDevice) for weight in weights], "step": torch.tensor(3)}
+    part = SimpleNamespace(state_dict=lambda: state)
+    save(Checkpoints(tmp_path / "checkpoints", {"model": part}, {}), {"step": 1})
+    monkeypatch.setattr(torch, "empty_like", like)
+    found = latest(tmp_path / "checkpoints")
+    assert found is not None
+    assert [weight.tolist() for weight in found.state["model"]["weights"]] == [weight.tolist() for weight in weights]
+    assert found.state["model"]["step"] == 3
+    assert (waits, pinned) == ([2], [("cpu", True)] * 2)
 
 
 def test_the_last_two_stay_and_order_is_by_number(tmp_path: Path) -> None:

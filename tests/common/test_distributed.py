@@ -127,9 +127,14 @@ def test_an_exception_in_one_rank_ends_all(programs: Programs) -> None:
             "lost another process (",
         ),
         ("NCCL error\nDuplicate GPU detected : rank 0 and rank 1 both on 1a", 1, "Duplicate GPU detected : rank 0"),
+        (
+            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set",
+            1,
+            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation",
+        ),
     ],
 )
-def test_what_nccl_says_is_one_line_and_an_exit_code(
+def test_what_nccl_and_kernels_say_is_one_line_and_an_exit_code(
     programs: Programs, tmp_path: Path, words: str, code: int, line: str
 ) -> None:
     """`docker/entrypoint.py` reads the notes: 75 is a cause that lies elsewhere."""

@@ -1,5 +1,6 @@
 """What a run computes with, on devices that this machine may not have."""
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def restored() -> Generator[None]:
-    before = BACKENDS.fp32_precision, BACKENDS.cudnn.benchmark
+    before = BACKENDS.fp32_precision, BACKENDS.cudnn.benchmark, BACKENDS.cudnn.deterministic
     yield
-    BACKENDS.fp32_precision, BACKENDS.cudnn.benchmark = before
+    BACKENDS.fp32_precision, BACKENDS.cudnn.benchmark, BACKENDS.cudnn.deterministic = before
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,19 @@ def test_float32_is_rounded_to_tf32_only_if_asked_for(
     assert amp.name == amp.settings["precision"] == name
     assert BACKENDS.cudnn.conv.fp32_precision == BACKENDS.cuda.matmul.fp32_precision == products
     assert BACKENDS.cudnn.benchmark
+
+
+def test_deterministic_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With warn_only, BERT's attention would sum in another order in each run."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is gone again after the test
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    MixedPrecision(Precision("fp32", deterministic=True), CUDA)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert BACKENDS.cudnn.deterministic
+    assert not BACKENDS.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_a_precision_that_the_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

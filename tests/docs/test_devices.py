@@ -194,6 +194,20 @@ def test_the_backend_of_ranks_that_share_devices(
     assert ("NCCL_MULTI_RANK_GPU_ENABLE" in os.environ) == found.endswith("shared")
 
 
+def test_ranks_that_are_sent_to_one_device_share_it(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchrun and `--gpu`, although there are devices enough."""
+    machine(8, OLD)
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    here = resolve(Launch(gpu=3), env | {"RANK": "1", "LOCAL_RANK": "1"}, lambda: 8)
+    monkeypatch.setattr(place, "_current", here)
+    assert device.choose_device(here.flags, 1) == (torch.device("cuda:3"), "gloo")
+    assert device.ranks_share_devices()
+    assert device.used_devices() == 1
+    alone = resolve(Launch(gpu=3), {}, lambda: 8)
+    monkeypatch.setattr(place, "_current", alone)
+    assert device.choose_device(alone.flags, 0) == (torch.device("cuda:3"), "cpu:gloo,cuda:nccl")
+
+
 def test_an_old_nccl_asked_for_by_name_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(1, OLD)
     here = resolve(Launch(nproc=2, dist_backend="nccl"), {}, lambda: 1)

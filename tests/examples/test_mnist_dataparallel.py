@@ -224,12 +224,12 @@ def test_the_choice_of_the_engine() -> None:
     cuda = [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert choose_engine("auto", [CPU, CPU], explain=False) is EightSteps
     assert choose_engine("auto", cuda, explain=False) is TorchDataParallel
+    assert choose_engine("auto", [cuda[0]] * 3, explain=False) is TorchDataParallel, "replicas may share a device"
     assert choose_engine("auto", cuda, explain=True) is EightSteps
     assert choose_engine("eight-steps", cuda, explain=False) is EightSteps
     for words, arguments in {
-        "needs different CUDA devices": ("torch", [CPU, CPU], False),
+        "needs CUDA devices": ("torch", [CPU, CPU], False),
         "--explain shows the hand-written steps": ("torch", cuda, True),
-        "different CUDA devices": ("torch", [cuda[0], cuda[0]], False),
     }.items():
         with pytest.raises(UserError, match=words):
             choose_engine(*arguments)
@@ -591,7 +591,7 @@ def test_resuming_on_other_devices_says_what_it_means(programs: Programs, tmp_pa
     [
         (["--devices", "gpu"], "--devices gpu: 'gpu' is not a device"),
         (["--devices", "0,1"], "--devices cuda:0,cuda:1: torch sees no CUDA device"),
-        (["--engine", "torch"], "--engine torch: nn.DataParallel needs different CUDA devices"),
+        (["--engine", "torch"], "--engine torch: nn.DataParallel needs CUDA devices"),
         (["--compile"], "--compile: torch.compile does not work in the threads of DataParallel"),
         (["--nproc", 2, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 ranks; use 8"),
         (["--dist-backend", "nccl", "--devices", "cpu,cpu"], "--devices cpu,cpu contradicts --dist-backend nccl"),
@@ -638,8 +638,9 @@ def test_real_mnist(programs: Programs, tmp_path: Path, real_data: Path) -> None
 def test_cuda_devices_equal_one(
     programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]]
 ) -> None:
-    """One GPU twice, by hand; and with several GPUs all of them, by hand and by `nn.DataParallel`."""
-    ways = {"one": ("--devices", "0"), "twice": ("--devices", "0,0", "--loss", "inside")}
+    """One GPU twice, and with several GPUs all of them, by hand and by `nn.DataParallel`."""
+    ways = {"one": ("--devices", "0"), "twice": ("--devices", "0,0", "--loss", "inside", "--engine", "eight-steps")}
+    ways["thrice, torch"] = ("--devices", "0,0,0", "--engine", "torch")
     if torch.cuda.device_count() > 1:
         chosen = ("--devices", "1,0")
         ways |= {f"torch {loss}": (*chosen, "--engine", "torch", "--loss", loss) for loss in ("gathered", "inside")}
