@@ -35,7 +35,7 @@ def main(module: str, *flags: str) -> None:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     warnings.simplefilter("always")
-    warnings.showwarning = count
+    warnings.showwarning = count  # ty: ignore[invalid-assignment]
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("warn")
     sys.argv = [module, *flags]

@@ -87,7 +87,8 @@ class MixedPrecision:
         """A model on the device, in the memory layout and through the compiler of the flags."""
         model = self.move(model)
         # An epoch's last batch may be smaller. By default it would be compiled for any size, and
-        # batches of the usual size would then run code that is slower.
+        # batches of the usual size would then run code that is slower. Called first by DDP, the
+        # model becomes a graph per bucket (torch's DDPOptimizer), so that buckets leave in time.
         return cast("Module", torch.compile(model, dynamic=False)) if self.compile else model
 
     def to_device(self, images: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def test_copies_from_a_gpu_are_begun_together_and_waited_for_once(
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     weights = [torch.arange(4.0), torch.arange(6.0).view(2, 3)]
     state = {"weights": [weight.as_subclass(OnDevice) for weight in weights], "step": torch.tensor(3)}
-    part = SimpleNamespace(state_dict=lambda: state)
+    part: Any = SimpleNamespace(state_dict=lambda: state)
     save(Checkpoints(tmp_path / "checkpoints", {"model": part}, {}), {"step": 1})
     monkeypatch.setattr(torch, "empty_like", like)
     found = latest(tmp_path / "checkpoints")

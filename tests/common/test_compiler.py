@@ -5,14 +5,22 @@ import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from common.launch.errors import UserError
-from common.train import compiler
+from common.train import amp, compiler
+from common.train.amp import MixedPrecision
 from common.train.compiler import require_compiler
+from common.train.ddp import warm_up_buckets
+from common.train.precision import Precision
 from tests.machine import here
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -175,3 +183,37 @@ def test_it_is_cheap_and_this_machine_can_compile_or_says_why() -> None:
     assert float(seconds) < here(0.5), f"of {time.monotonic() - started:.1f} s"
     assert imported == []
     assert done.stderr == "" or done.stderr.startswith("--compile: ")
+
+
+def compiled_backwards(loss: torch.Tensor) -> int:
+    """The compiled graphs of a loss: DDP sees the gradients of each when all of it has run."""
+    found, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [one for one, _ in node.next_functions]
+    return sum("CompiledFunction" in node.name() for node in found)
+
+
+@pytest.mark.parametrize(("split", "graphs"), [(True, 4), (False, 1)])
+def test_gradients_of_a_compiled_model_leave_while_others_are_computed(
+    monkeypatch: pytest.MonkeyPatch, split: bool, graphs: int
+) -> None:
+    """A graph per bucket, by torch's DDPOptimizer: a model is compiled where DDP calls it. The control: without."""
+    dynamo: Any = torch._dynamo
+    dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # needs no compiler
+    monkeypatch.setattr(amp, "require_compiler", lambda _device: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        network = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # 1 MiB of gradients each
+        model = DDP(MixedPrecision(Precision("fp32", compile=True), CPU).prepare(network), bucket_cap_mb=1)
+        warm_up_buckets(model)
+        inputs = torch.randn(8, 512)
+        with dynamo.config.patch(optimize_ddp=split):
+            assert compiled_backwards(model(inputs).sum()) == graphs
+        torch.testing.assert_close(model(inputs), network(inputs))
+    finally:
+        dist.destroy_process_group()
+        dynamo.reset()
