@@ -6,7 +6,8 @@ OUT := runs/mnist_ddp_spawn
 .PHONY: help setup demo test check doctor images e2e docs bench prove-gpu report constraints clean
 
 help:
-	@echo "make demo    set up and train mnist_ddp_spawn with 2 processes on the embedded digits"
+	@echo "make demo    install PyTorch and train mnist_ddp_spawn with 2 processes on the embedded digits (CPU=1: without CUDA;"
+	@echo "             INDEX=URL: from a mirror of the package index)"
 	@echo "make test    set up and test each example with 1 to 3 processes, and the shared package: a few minutes"
 	@echo "make check   the rest: mutations, faults, documented commands, pages, manifests, containers: half an hour"
 	@echo "make doctor  look for what would go wrong on this machine"
@@ -18,23 +19,33 @@ help:
 	@echo "             make bench PEER=../examples MNIST=DIR IMAGES=DIR CSV=FILE VOCAB=FILE; QUICK=1 ONLY=scaling to try it"
 	@echo "make prove-gpu  check every example on a machine with a GPU: PART=correctness, speed or nccl; DEVICE=cpu to try it; OUT=DIR"
 	@echo "make report  the page of the benchmarks from the results that are there"
-	@echo "make setup   make .venv with everything"
+	@echo "make setup   make .venv with everything, tests and tools included"
 	@echo "make clean   delete environments and runs"
 
 setup: .venv/.ready
 
-# uv downloads in parallel and hard-links from its cache; what pip warns of matters only if it fails.
-# PYTHONDONTWRITEBYTECODE would make every start slower.
-.venv/.ready: pyproject.toml constraints.txt
-	@echo "setting up .venv (a minute or two with an empty download cache)"
+# Two stamps: what the programs need to run, and what tests, lint and pages need, too. uv downloads in parallel and hard-links
+# from its cache; what pip warns of matters only if it fails. PYTHONDONTWRITEBYTECODE would make every start slower.
+# CPU=1 takes PyTorch's wheels without CUDA, from PyTorch's own index; INDEX=URL takes everything else from a mirror.
+INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(if $(CPU),--torch-backend cpu)
+ifdef INDEX
+export PIP_INDEX_URL := $(INDEX)
+export UV_DEFAULT_INDEX := $(INDEX)
+endif
+
+.venv/.demo: pyproject.toml constraints.txt
+	@echo "setting up .venv ($(if $(CPU),without CUDA,3 GB to download with CUDA; CPU=1 leaves it out))"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version)'
 	@$(PYTHON) -m venv --clear .venv
 	@{ $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv && \
-		$(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --group dev --editable .; } \
-		>.venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1; }
+		$(INSTALL) --editable .; } >.venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1; }
 	@touch $@
 
-demo: setup
+.venv/.ready: .venv/.demo
+	@$(INSTALL) --group dev --editable . >.venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1; }
+	@touch $@
+
+demo: .venv/.demo
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn --nproc 2 --out $(OUT)
 
 test: setup
@@ -47,7 +58,7 @@ check: setup
 	@$(BIN)/tox run -e containers,docs,tests
 	@$(MAKE) --no-print-directory e2e
 
-doctor: setup
+doctor: .venv/.demo
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m common.doctor $(ARGS)
 
 # COMPILER=yes, REGISTRY=... and TAG=... are in build.py's environment, wherever they were given.
@@ -63,6 +74,7 @@ e2e: setup
 
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
 docs: export NO_MKDOCS_2_WARNING = 1
+docs: export REPOSITORY ?= $(shell git config remote.origin.url | sed -E 's,^git@([^:]+):,https://\1/,; s,\.git$$,,; /^https:/!d')
 docs: setup
 	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.yml
 	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.zh.yml
@@ -82,6 +94,7 @@ prove-gpu: setup
 		$(if $(IMAGES),--images "$(IMAGES)") $(if $(MNIST),--mnist "$(MNIST)") $(if $(PEER),--peer "$(PEER)")
 report: setup
 	@$(BIN)/python -m benchmarks.report
+	@$(BIN)/python -m benchmarks.readme
 
 # After a change of the dependencies in pyproject.toml: pin the newest versions (and no registry's address).
 constraints: setup

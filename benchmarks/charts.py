@@ -130,7 +130,45 @@ class Lines:
         axis.grid(alpha=0.3)
 
 
-Chart = Bars | Lines
+@dataclass(frozen=True)
+class Curves:
+    """Curves that may lie on one another: the first is the widest, and below the others.
+
+    Args:
+        title: of the chart.
+        x: what the horizontal axis shows.
+        y: what the vertical axis shows.
+        lines: what to draw.
+        at: where something happened, on the horizontal axis.
+        event: what it was.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[Line]
+    at: float
+    event: str
+    height: float = 3.4
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the curves."""
+        return [line.name for line in self.lines]
+
+    def draw(self, axis: Axes) -> None:
+        """Draw the curves."""
+        for line, width in zip(self.lines, (7, 3.2, 1.2), strict=False):
+            axis.plot(line.xs, line.ys, line.dashes, label=line.name, color=line.colour, lw=width)
+        axis.axvline(self.at, color=GREY, linestyle=":", linewidth=1)
+        axis.annotate(
+            self.event, (self.at, 0.5), (5, 0), ("data", "axes fraction"), "offset points"
+        )
+        axis.set(xlabel=self.x, ylabel=self.y)
+        axis.grid(alpha=0.3)
+
+
+Chart = Bars | Lines | Curves
 
 
 def figure(charts: Sequence[Chart], title: str = "") -> Figure:

@@ -55,7 +55,7 @@ def finish(process: subprocess.Popen[bytes]) -> None:
         UserError: it failed; its own lines say why.
     """
     if process.wait():
-        raise UserError(f"{' '.join(map(str, process.args))} ended with {process.returncode}")
+        raise UserError(f"a training ended with exit code {process.returncode}")
 
 
 def saved(folder: Path) -> int:

@@ -9,7 +9,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from benchmarks.charts import COLOURS, Bars, Chart, Line, Lines
+from benchmarks.charts import COLOURS, Bars, Chart, Curves, Line, Lines
 from benchmarks.latency_bandwidth import Link, ring_seconds
 
 Found = Mapping[str, Any]
@@ -209,3 +209,25 @@ def bert_throughput(found: Found) -> Pictures:
     notes = {name: f"{value:.2f} times the naive recipe" for name, value in ratios.items()}
     bars = Bars("training on real reviews", "sequences/s", speed, notes, next(iter(speed)))
     return {"bert_throughput": [bars]}
+
+
+def same_training(found: Found) -> Pictures:
+    """The curves of one rank, of two, and of two that were killed and resumed, on one another."""
+    runs, step = found["runs"], found["resumed_from_step"]
+    looks = {"1 rank": ("#f6c48f", "-"), "2 ranks": ("#0072b2", "-")}
+    looks["2 ranks, resumed"] = ("#000000", "--")
+    steps = len(runs["1 rank"]["loss"])
+    same = found["resumed_differs_in"] == 0
+    drawn: dict[str, list[Line]] = {"loss": [], "accuracy": []}
+    for name, (colour, dashes) in looks.items():
+        label = f"2 ranks, killed after step {step} and resumed" if "resumed" in name else name
+        for of, lines in drawn.items():
+            ys = runs[name][of]
+            xs = [(number + 1) * steps / len(ys) for number in range(len(ys))]
+            lines.append(Line(label, xs, ys, colour, dashes))
+    event = f"SIGKILL, then --resume auto:\n{'the same bits' if same else 'other bits'} as without"
+    apart = f"training loss: 1 and 2 ranks differ by {found['loss_2_ranks_minus_1']:.0e} at most"
+    equal = found["accuracy_2_ranks_minus_1"] == 0
+    words = f"test accuracy: {'equal after every epoch' if equal else 'by epoch'}"
+    losses = Curves(apart, "step", "loss of a batch", drawn["loss"], step, event)
+    return {"same_training": [losses, Curves(words, "step", "share", drawn["accuracy"], step, "")]}

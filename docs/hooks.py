@@ -1,9 +1,9 @@
 """The site's pages from the repository. Nothing is kept twice: MkDocs calls the functions `on_...` when it builds.
 
-- README.md is the home page, and the README of each example is its page.
-- A link to a file or folder of the repository leads to a page that shows it; pictures are taken along.
-- `<!-- include: README.md#Heading -->` on a line of its own is replaced by that section, without its heading.
-- k8s/README.md is the page on Kubernetes.
+- README.md is the home page. The README of each example is its page, in the order of the table in README.md.
+- A link to a file or folder of the repository leads to a page that shows it; pictures and HTML are taken along.
+- k8s/README.md is the page on Kubernetes, benchmarks/README.md the one on benchmarks.
+- A page of docs/en that `NAVIGATION` does not name stands at its end.
 """
 
 import ast
@@ -21,46 +21,66 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
-INCLUDE = re.compile(r"^<!-- include: (\S+?)#(.+?) -->$", re.MULTILINE)
+EXAMPLE = re.compile(r"^\| \[`(\w+)`\]\(examples/.*?\) \| (.*?) \| !\[(.*?)\]\((.*?)\) \|$", re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^.*\]\(README(?:\.zh-CN)?\.md\).*\n", re.MULTILINE)  # the site's header links to it
 SLUG = slugify(case="lower")  # as in mkdocs.yml
-PICTURES = (".png", ".svg", ".jpg", ".gif")
-TITLES = {
-    "en": {
-        "index.md": "Home",
-        "getting-started.md": "Getting started",
-        "examples": "Examples",
-        "concepts.md": "Concepts",
-        "parallelism.md": "Data or model parallel?",
-        "launchers.md": "Launchers",
-        "docker.md": "Docker",
-        "k8s.md": "Kubernetes",
-        "your-model.md": "Your own model",
-        "common.md": "The shared code",
-        "faults.md": "Faults",
-        "troubleshooting.md": "Troubleshooting",
-    },
-    "zh": {
-        "index.md": "首页",
-        "getting-started.md": "快速上手",
-        "examples": "示例",
-        "concepts.md": "概念",
-        "parallelism.md": "数据并行还是模型并行？",
-        "launchers.md": "启动方式",
-        "docker.md": "Docker",
-        "k8s.md": "Kubernetes",
-        "your-model.md": "换成自己的模型",
-        "common.md": "共用代码",
-        "faults.md": "故障",
-        "troubleshooting.md": "故障排查",
-    },
-}
+AS_THEY_ARE = (".png", ".svg", ".jpg", ".gif", ".html")
+NAVIGATION: dict[str, list[dict[str, Any]]] = {
+    "en": [
+        {"Home": "index.md"},
+        {"Getting started": "getting-started.md"},
+        {"Examples": "examples"},
+        {"Learn": [
+            {"Concepts": "concepts.md"},
+            {"Data or model parallel?": "parallelism.md"},
+            {"Your own model": "your-model.md"},
+            {"The shared code": "common.md"},
+        ]},
+        {"Run": [
+            {"Launchers": "launchers.md"},
+            {"Docker": "docker.md"},
+            {"Kubernetes": "k8s.md"},
+            {"Troubleshooting": "troubleshooting.md"},
+            {"Faults": "faults.md"},
+        ]},
+        {"Evidence": [
+            {"What is tested": "tested.md"},
+            {"Benchmarks": "benchmarks.md"},
+            {"Compared with pytorch/examples": "comparison.md"},
+        ]},
+    ],
+    "zh": [
+        {"首页": "index.md"},
+        {"快速上手": "getting-started.md"},
+        {"示例": "examples"},
+        {"学习": [
+            {"概念": "concepts.md"},
+            {"数据并行还是模型并行？": "parallelism.md"},
+            {"换成自己的模型": "your-model.md"},
+            {"共用代码": "common.md"},
+        ]},
+        {"运行": [
+            {"启动方式": "launchers.md"},
+            {"Docker": "docker.md"},
+            {"Kubernetes": "k8s.md"},
+            {"故障排查": "troubleshooting.md"},
+            {"故障": "faults.md"},
+        ]},
+        {"依据": [
+            {"测试了什么": "tested.md"},
+            {"基准测试": "benchmarks.md"},
+            {"与 pytorch/examples 比较": "comparison.md"},
+        ]},
+    ],
+}  # fmt: skip
+MORE = {"en": "More", "zh": "更多"}
 ENGLISH_ONLY = "!!! note\n    本页目前只有英文版。\n\n"
 
 
 def examples() -> list[str]:
-    """The examples that have a README, by name."""
-    return sorted(path.parent.name for path in (ROOT / "examples").glob("*/README.md"))
+    """The examples that have a README, by name, in the order of the table in README.md."""
+    listed = [row[1] for row in EXAMPLE.finditer((ROOT / "README.md").read_text())]
+    return listed + sorted({path.parent.name for path in (ROOT / "examples").glob("*/README.md")} - {*listed})
 
 
 def in_language(path: str, language: str) -> str:
@@ -74,27 +94,13 @@ def address(path: str) -> str:
     path = path.replace(".zh-CN", "")
     if path == "README.md":
         return "index.md"
-    if match := re.fullmatch(r"(examples/\w+|k8s)/README\.md", path):
+    if match := re.fullmatch(r"(examples/\w+|k8s|benchmarks)/README\.md", path):
         return f"{match[1]}.md"
     if match := re.fullmatch(r"docs/(?:en/|zh/)?([\w-]+\.md)", path):
         return match[1]
-    if PurePosixPath(path).suffix in PICTURES:
+    if PurePosixPath(path).suffix in AS_THEY_ARE:
         return f"files/{path}"
     return f"source/{path}/index.md" if (ROOT / path).is_dir() else f"source/{path}.md"
-
-
-def section(text: str, heading: str) -> str:
-    """What stands below a heading of the second level.
-
-    Raises:
-        PluginError: there is no such heading.
-    """
-    found = re.search(
-        rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", FENCE.sub(_hidden, text), re.MULTILINE | re.DOTALL
-    )
-    if found is None:
-        raise PluginError(f"there is no section {heading!r} to include")
-    return text[found.start(1) : found.end(1)].strip("\n")
 
 
 def _hidden(code: re.Match[str]) -> str:
@@ -155,15 +161,19 @@ def content(origin: str, language: str) -> tuple[str, set[str]]:
         kind = {".py": "python", ".yml": "yaml"}.get(PurePosixPath(origin).suffix, PurePosixPath(origin).suffix[1:])
         return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n````{kind}\n{text.rstrip()}\n````\n", set()
     text, targets = rewritten(OTHER_LANGUAGE.sub("", text), origin, page, language)
-
-    def include(match: re.Match[str]) -> str:
-        included, more = rewritten(section((ROOT / match[1]).read_text(), match[2]), match[1], page, language)
-        targets.update(more)
-        return included
-
-    text = INCLUDE.sub(include, text)
-    untranslated = language == "zh" and "zh" not in origin and re.match(r"examples|k8s", origin)
+    untranslated = language == "zh" and "zh" not in origin and re.match(r"examples|k8s|benchmarks", origin)
     return (ENGLISH_ONLY if untranslated else "") + text, targets
+
+
+def cards(language: str) -> str:
+    """The page of all examples: a card for each row of the table in README.md."""
+    text = (ROOT / in_language("README.md", language)).read_text()
+    title = next(name for entry in NAVIGATION[language] for name, page in entry.items() if page == "examples")
+    items = [
+        f"-   [![{alt}](../files/{picture})]({name}.md)\n\n    **[{name}]({name}.md)**\n\n    {about}\n"
+        for name, about, alt, picture in EXAMPLE.findall(text)
+    ]
+    return f'# {title}\n\n<div class="grid cards" markdown>\n\n' + "\n".join(items) + "\n</div>\n"
 
 
 def folder_page(origin: str) -> tuple[str, set[str]]:
@@ -183,17 +193,25 @@ def folder_page(origin: str) -> tuple[str, set[str]]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Make the navigation: the pages of the language's folder, and one page per example."""
+    """Make the navigation: `NAVIGATION`, a page per example, and the pages of docs/en that it does not name."""
     config.theme.static_templates.discard("404.html")  # for servers only
     language = config.theme["language"]
-    nav: list[dict[str, Any]] = []
-    for page, title in TITLES[language].items():
-        if page == "examples":
-            nav.append({title: [{name: f"examples/{name}.md"} for name in examples()]})
-        else:
-            nav.append({title: page})
-    config.nav = nav
+    listed = [{"examples/index.md" if page == "examples" else page} for page in _pages(NAVIGATION[language])]
+    named = set[str]().union(*listed)
+    rest = sorted({path.name for path in (ROOT / "docs" / language).glob("*.md")} - named)
+    pages = ["examples/index.md", *({name: f"examples/{name}.md"} for name in examples())]
+    nav = [
+        {title: pages if page == "examples" else page} for each in NAVIGATION[language] for title, page in each.items()
+    ]
+    config.nav = [*nav, {MORE[language]: rest}] if rest else nav
     return config
+
+
+def _pages(entries: list[dict[str, Any]]) -> list[str]:
+    found = []
+    for page in (page for entry in entries for page in entry.values()):
+        found += _pages(page) if isinstance(page, list) else [page]
+    return found
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -201,8 +219,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     language = config.theme["language"]
     own = sorted((ROOT / "docs" / language).glob("*.md"))
     todo = [str(path.relative_to(ROOT)) for path in own] + ["README.md", "docs/faults.md", "k8s/README.md"]
+    todo += ["benchmarks/README.md"]
     todo += [f"examples/{name}/README.md" for name in examples()]
-    pages: dict[str, str | Path] = {"iframe-worker.js": ROOT / "docs" / "iframe-worker.js"}
+    pages: dict[str, str | Path] = {name: ROOT / "docs" / name for name in ("iframe-worker.js", "site.css")}
+    pages["examples/index.md"] = cards(language)
     while todo:
         origin = in_language(todo.pop(), language)
         page = address(origin)
@@ -234,4 +254,5 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     where = {"en": here, "zh": f"zh/{here}"} if config.theme["language"] == "en" else {"en": f"../{here}", "zh": here}
     for language, path in where.items():
         output = output.replace(f'href="#{language}"', f'href="{os.path.relpath(path, PurePosixPath(here).parent)}"')
+    output = output.replace('data-md-component="source"', "")  # else the theme asks the repository's host for its stars
     return re.sub(r'<link rel="alternate"[^>]*>', "", output)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import all as every
-from benchmarks import charts, report, views
+from benchmarks import charts, readme, report, views
 from benchmarks.registry import BENCHMARKS, Benchmark
 from tests.conftest import ROOT, Programs
 
@@ -25,6 +25,16 @@ def test_the_committed_report_is_that_of_the_committed_results() -> None:
     written = (RESULTS / "report.html").read_text()
     assert text_of(written) == text_of(report.page(report.load(RESULTS))), "run: python -m benchmarks.report"
     assert len(written) < 1_500_000
+
+
+def test_the_committed_readme_is_that_of_the_committed_results() -> None:
+    """The claims and the charts, and where and on what was measured."""
+    text = (ROOT / "benchmarks/README.md").read_text()
+    assert text == readme.page(report.load(RESULTS)), "run: python -m benchmarks.readme"
+    assert "1,000 images of 224x224 pixels (median), 10.3 KiB each" in text
+    pictures = re.findall(r"!\[.+?\]\((results/.+?)\)", text)
+    assert len(pictures) >= 8
+    assert all((ROOT / "benchmarks" / picture).exists() for picture in pictures)
 
 
 def test_nothing_measured(tmp_path: Path) -> None:

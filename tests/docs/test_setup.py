@@ -1,5 +1,7 @@
-"""`make setup` says what went wrong if it fails, and is silent about warnings if it does not."""
+"""`make demo` installs what runs, `make setup` the rest; warnings are shown only if it fails."""
 
+import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from tests.conftest import ROOT
 
 PIP = """#!/bin/sh
+echo "$(basename $0) $* $UV_DEFAULT_INDEX $PIP_INDEX_URL" >> said
 echo "WARNING: an index was not asked" >&2
 echo "ERROR: $2 $3" >&2
 exit {code}
@@ -19,17 +22,46 @@ mkdir -p .venv/bin && cp pip .venv/bin/python && cp pip .venv/bin/uv
 """
 
 
+def made(folder: Path, code: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """make, with a Python and a pip that only write down what they are asked for."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        if not (folder / name).exists():
+            shutil.copy(ROOT / name, folder)
+    for name, text in (("pip", PIP.format(code=code)), ("python", PYTHON)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    command = ["make", "--no-print-directory", "PYTHON=./python", *words]
+    env = {name: value for name, value in os.environ.items() if name not in ("PIP_INDEX_URL", "UV_DEFAULT_INDEX")}
+    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True)
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_warnings_are_shown_only_if_setting_up_fails(tmp_path: Path, code: int) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name, text in (("pip", PIP.format(code=code)), ("python", PYTHON)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    command = ["make", "--no-print-directory", "setup", "PYTHON=./python"]
-    made = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
-    assert (made.returncode != 0) == (code != 0)
-    assert ("WARNING: an index" in made.stderr) == (code != 0)
-    assert ("ERROR: pip install" in made.stderr) == (code != 0)
+    done = made(tmp_path, code, "setup")
+    assert (done.returncode != 0) == (code != 0)
+    assert ("WARNING: an index" in done.stderr) == (code != 0)
+    assert ("ERROR: pip install" in done.stderr) == (code != 0)
     assert (tmp_path / ".venv" / ".ready").exists() == (code == 0)
-    assert made.stdout == "setting up .venv (a minute or two with an empty download cache)\n"
+    assert done.stdout == "setting up .venv (3 GB to download with CUDA; CPU=1 leaves it out)\n"
+
+
+def test_the_demo_needs_no_tools_of_tests(tmp_path: Path) -> None:
+    assert made(tmp_path, 0, "demo").returncode == 0
+    first = (tmp_path / "said").read_text()
+    assert re.search(r"^uv pip install .*--editable \.", first, re.MULTILINE)
+    assert "--group" not in first
+    assert "torch-backend" not in first
+    assert not (tmp_path / ".venv" / ".ready").exists()
+    assert made(tmp_path, 0, "setup").returncode == 0
+    added = (tmp_path / "said").read_text().removeprefix(first)
+    assert re.findall(r"^uv .*", added, re.MULTILINE) == re.findall(r"^uv .*--group dev.*", added, re.MULTILINE) != []
+    assert "venv" not in re.sub(r"\.venv\S*", "", added), "made anew"
+
+
+def test_without_cuda_and_from_a_mirror(tmp_path: Path) -> None:
+    assert made(tmp_path, 0, "demo", "CPU=1", "INDEX=https://mirror.example/simple").returncode == 0
+    said = (tmp_path / "said").read_text()
+    assert re.search(
+        r"^uv pip install .*--torch-backend cpu --editable \. https://mirror\.example/simple", said, re.MULTILINE
+    )
+    assert said.count("https://mirror.example/simple https://mirror.example/simple\n") >= 2, "uv and pip"

@@ -77,12 +77,38 @@ def test_links_lead_to_files_and_nothing_is_fetched(site: Path) -> None:
     assert 'href="../../examples/mnist_ddp_spawn.html"' in (site / "zh/examples/mnist_ddp_spawn.html").read_text()
 
 
-def test_sections_of_the_readme_are_included(site: Path) -> None:
-    for language, readme in ((site, "README.md"), (site / "zh", "README.zh-CN.md")):
-        table = (ROOT / readme).read_text().split("training diverged` | ")[1].partition(" |")[0]
-        for page in ("index.html", "troubleshooting.html"):
-            assert table.replace("`", "").split()[0] in (language / page).read_text()
-        assert "<!-- include" not in (language / "troubleshooting.html").read_text()
+def test_the_navigation_has_every_page(site: Path) -> None:
+    """Also those that nobody has put in its place; the examples in the order of the table in README.md."""
+    names = [
+        row[1] for row in re.finditer(r"^\| \[`(\w+)`\]\(examples", (ROOT / "README.md").read_text(), re.MULTILINE)
+    ]
+    for language, folder in ((site, "en"), (site / "zh", "zh")):
+        bar = (language / "concepts.html").read_text().partition('<nav class="md-nav md-nav--primary')[2]
+        links = re.findall(r'<a href="([\w/-]+)\.html"[^>]*class="md-nav__link', bar)
+        own = {path.stem for path in (ROOT / "docs" / folder).glob("*.md")} - {
+            "concepts"
+        }  # the page itself has no link
+        assert own | {"index", "faults", "k8s", "benchmarks"} <= set(links), own - set(links)
+        assert [link for link in links if link.startswith("examples/")][1:] == [f"examples/{name}" for name in names]
+
+
+def test_the_cards_are_those_that_the_program_draws(site: Path) -> None:
+    cards = imported("docs/cards.py")
+    drawn = cards.drawings()
+    assert {path.stem: path.read_text() for path in cards.FOLDER.glob("*.svg")} == drawn
+    for language in (site, site / "zh"):
+        page = (language / "examples" / "index.html").read_text()
+        assert [name for name in drawn if f"cards/{name}.svg" not in page or f'href="{name}.html"' not in page] == []
+
+
+def test_the_benchmarks_are_a_page_and_a_file(site: Path) -> None:
+    for language in (site, site / "zh"):
+        page = (language / "benchmarks.html").read_text()
+        assert page.count("<img") >= 8
+        assert "<td>met</td>" in page
+        assert 'href="files/benchmarks/results/report.html"' in page
+        shown = (language / "files/benchmarks/results/report.html").read_text()
+        assert shown.startswith("<!doctype html>"), "its source"
 
 
 def test_the_pictures_are_those_that_the_program_draws() -> None:
@@ -165,17 +191,10 @@ def test_a_faulty_page_is_seen(tmp_path: Path, browser: Chrome) -> None:
 def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The hooks, for a repository of a few files."""
     module = imported("docs/hooks.py")
-    (tmp_path / "README.md").write_text(
-        "# T\n\n## On Kubernetes\n\nSee [k](k8s) `x`.\n\n```sh\n## no heading\n```\n\n## End\n"
-    )
+    (tmp_path / "README.md").write_text("# T\n\n## On Kubernetes\n\n```sh\n## no heading\n```\n\n## End\n")
     (tmp_path / "k8s").mkdir()
     monkeypatch.setattr(module, "ROOT", tmp_path)
     return module
-
-
-def test_a_section_ends_at_the_next_heading(hooks: ModuleType) -> None:
-    text = hooks.section((hooks.ROOT / "README.md").read_text(), "On Kubernetes")
-    assert text == "See [k](k8s) `x`.\n\n```sh\n## no heading\n```"
 
 
 def test_links_follow_the_site(hooks: ModuleType) -> None:
@@ -202,5 +221,3 @@ def test_a_folder_is_shown(hooks: ModuleType) -> None:
 def test_what_is_missing_ends_the_build(hooks: ModuleType) -> None:
     with pytest.raises(PluginError, match=r"links to nothing\.md"):
         hooks.rewritten("[a](nothing.md)", "README.md", "index.md", "en")
-    with pytest.raises(PluginError, match="no section 'Nothing'"):
-        hooks.section("# T\n", "Nothing")

@@ -1,0 +1,67 @@
+"""benchmarks/README.md from the results: the claims and the charts, for readers on a code host.
+
+python -m benchmarks.readme
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.registry import Benchmark
+from benchmarks.report import RUN, about, claims, load, shown
+from benchmarks.tables import measured
+
+HERE = Path(__file__).parent
+HEAD = """# Benchmarks
+
+Each program was measured side by side with what it is compared to, in turns, on one machine. A
+ratio is the median of the rounds' ratios, so it may differ from the ratio of the medians. The raw
+samples are in the JSON files; [the report](results/report.html) has all tables, and opens from the
+disk. `make bench` measures again; `make report` makes this page and the report from the results.
+
+"""
+IMAGES = (
+    "{count:,} images of {median_width:.0f}x{median_height:.0f} pixels (median), "
+    "{mean_kib:.3g} KiB each"
+)
+
+
+def cells(row: Sequence[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cell.replace('|', '/') for cell in row)} |\n"
+
+
+def section(benchmark: Benchmark, found: Mapping[str, Any]) -> str:
+    """One result: where, when and on what it was measured, its charts, and the command."""
+    name = f"{benchmark.result}.json"
+    lines = [f"## {benchmark.title}\n", f"[{name}](results/{name}): {about(found)}.\n"]
+    images = [
+        part["images"] for part in measured(found).values() if isinstance(part.get("images"), dict)
+    ]
+    lines += [f"Input: {IMAGES.format_map(one)}.\n" for one in images]
+    for stem, drawn in benchmark.pictures(found).items():
+        if (HERE / "results" / f"{stem}.png").exists():
+            titles = "; ".join(chart.title for chart in drawn)
+            lines.append(f"![{titles}](results/{stem}.png)\n")
+    lines += [f"{benchmark.text}\n"] * bool(benchmark.text)
+    return "\n".join([*lines, f"    {benchmark.command}\n"])
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The whole page."""
+    results = {name: found for name, found in results.items() if name != RUN}
+    known = shown(results)
+    table = claims(results, known)
+    text = HEAD + cells(table.head) + "|---" * len(table.head) + "|\n"
+    text += "".join(map(cells, table.rows))
+    parts = [section(one, results[one.result]) for one in known if one.result in results]
+    return "\n".join([text, *parts])
+
+
+def main() -> None:
+    """Write the page."""
+    (HERE / "README.md").write_text(page(load(HERE / "results")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
