@@ -25,7 +25,7 @@ from benchmarks.commands import stop_cleanly
 from benchmarks.registry import BENCHMARKS, Benchmark
 from common.launch.errors import UserError
 
-OTHERS = {"all", "gpu", "host_waits", "readme", "report"}  # programs of this folder that measure nothing
+OTHERS = {"all", "gpu", "host_waits", "readme", "report"}  # programs that measure nothing
 
 
 @dataclass(frozen=True)
