@@ -38,6 +38,7 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
         ]},
         {"Run": [
             {"Launchers": "launchers.md"},
+            {"GPUs": "gpus.md"},
             {"Docker": "docker.md"},
             {"Kubernetes": "k8s.md"},
             {"Troubleshooting": "troubleshooting.md"},
@@ -61,6 +62,7 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
         ]},
         {"运行": [
             {"启动方式": "launchers.md"},
+            {"GPU": "gpus.md"},
             {"Docker": "docker.md"},
             {"Kubernetes": "k8s.md"},
             {"故障排查": "troubleshooting.md"},

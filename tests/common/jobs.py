@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -158,6 +159,14 @@ def dies(args: Args) -> None:
     dist.barrier()
 
 
+def aborts(args: Args) -> None:
+    """One rank is ended as by the watchdog of nccl, which C++ does in a thread of its own."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print("Watchdog caught collective operation timeout", file=sys.stderr, flush=True)
+        os.abort()
+    dist.barrier()
+
+
 def ignores(args: Args) -> None:
     """All ranks sleep, and are stopped before they train."""
     put("sleeping")
@@ -299,6 +308,7 @@ JOBS = {
     "says": says,
     "greedy": greedy,
     "dies": dies,
+    "aborts": aborts,
     "ignores": ignores,
     "waits": waits,
     "stops": stops,

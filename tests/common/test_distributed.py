@@ -160,6 +160,14 @@ def test_a_killed_rank_ends_all(programs: Programs) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_rank_that_the_watchdog_of_nccl_ends_is_explained(programs: Programs) -> None:
+    done = programs.run(*JOBS, "aborts", "--nproc", 2, code=1)
+    assert re.search(
+        r"error: .* local rank 1 was ended by SIGABRT; .* waited for .* longer than --timeout\n", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_a_signal_stops_all_ranks_after_the_same_step(programs: Programs, tmp_path: Path, nproc: int) -> None:
     done = programs.run(*JOBS, "stops", "--nproc", nproc, "--folder", tmp_path, code=143)
