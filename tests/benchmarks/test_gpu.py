@@ -2,13 +2,14 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import Args
-from benchmarks.gpu_checks import TRAININGS, Failed, same_bits, same_losses
-from benchmarks.gpu_speed import WAIT
+from benchmarks.gpu import Args, correctness, one_by_one, ranks
+from benchmarks.gpu_checks import TRAININGS, Check, Failed, Machine, same_bits, same_losses
+from benchmarks.gpu_speed import WAIT, Places, speed
 from common.launch.errors import UserError
 from tests.conftest import ROOT, Programs
 
@@ -28,6 +29,36 @@ def test_every_part_works_on_the_cpu(programs: Programs, tmp_path: Path) -> None
     assert "ResNet-18, made-up images" in checked["speed"]
     assert "a rank is killed" in checked["nccl"]
     assert f"{len(rows)} of {len(rows)} checks passed" in done.stdout
+
+
+def test_what_a_gpu_is_asked(tmp_path: Path) -> None:
+    """The checks that no CPU runs, by their names."""
+    machine, examples = Machine("cuda", tmp_path), tuple(TRAININGS)
+    first, *rest = [name for _, name, _ in correctness(machine, examples)]
+    assert first == "JPEGs decoded in loader workers", "would end most others"
+    asked = {*rest, *(name for _, name, _ in ranks(machine, examples))}
+    asked |= {name for _, name, _ in speed(Places(tmp_path, tmp_path, tmp_path), machine, examples)}
+    for name in examples:
+        each = ("twice, the same bits", "killed and resumed, the same bits", "as on the CPU", "2 ranks as one")
+        each = (*each, "3 ranks as one", "2 ranks by gloo as one", "the host waits for the device")
+        assert {f"{name}: {what}" for what in each} <= asked
+    assert {"torch: three replicas on one device", "toy: both halves on one device", "the tests marked gpu"} <= asked
+    assert {"the tour of all collectives, 3 ranks", "a rank is killed", "a rank hangs"} <= asked
+    assert {"ResNet-50, bf16, compiled, made-up images", "BERT, 128 tokens, batches of 256"} <= asked
+    assert {"ResNet-50 beside the peer, images/s", "MNIST to 99 %, from the command, seconds"} <= asked
+
+
+def test_a_check_that_breaks_or_is_late_has_failed_and_the_others_go_on(tmp_path: Path) -> None:
+    def breaks() -> str:
+        raise KeyError("parameter_hash")
+
+    group: list[tuple[str, Check]] = [("broken", breaks), ("good", lambda: "seen")]
+    found = one_by_one(time.monotonic() + 60, group)
+    assert [(row["state"], row["saw"]) for row in found] == [("FAILED", "KeyError('parameter_hash')"), ("ok", "seen")]
+    assert [row["saw"] for row in one_by_one(0, group)] == ["not tried: the minutes of this part are over"] * 2
+    machine = Machine("cuda", tmp_path, deadline=time.monotonic() + 0.5)
+    with pytest.raises(Failed, match="not done within 0 s"):
+        machine.run("slow", "timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)")
 
 
 def test_waits_are_counted_by_their_place(programs: Programs, tmp_path: Path) -> None:
