@@ -32,6 +32,7 @@ class Bars:
         values: of each bar; a mapping stacks its parts.
         notes: by the name of the bar.
         grey: the bar that the others are compared with.
+        totals: by the name of the bar, what to print instead of the sum of its parts.
     """
 
     title: str
@@ -39,6 +40,7 @@ class Bars:
     values: Mapping[str, float | Mapping[str, float]]
     notes: Mapping[str, str] = field(default_factory=dict)
     grey: str = ""
+    totals: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[str]:
@@ -63,7 +65,9 @@ class Bars:
                 axis.barh(place, max(0.0, length), 0.35, left=end, color=colour, label=label)
                 end += max(0.0, length)
             note = f", {self.notes[name]}" if self.notes.get(name) else ""
-            text = f"{name}: {sum(stack.values()):.4g}{note}"
+            total = self.totals.get(name, sum(stack.values()))
+            shown = f"{total:,.0f}" if total >= 1000 else f"{total:.3g}"
+            text = f"{name}: {shown}{note}" if not self.unit.startswith("%") else name
             at = (0, place - 0.175)  # the bar's upper edge
             axis.annotate(text, at, (0, 2), textcoords="offset points", va="bottom")
         axis.set(yticks=[], xlabel=self.unit, ylim=(len(self.values) - 0.5, -0.6))
@@ -88,7 +92,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines with a point at each value, on logarithmic axes.
+    """Lines with a point at each value, on logarithmic axes, with their names at their ends.
 
     Args:
         title: of the chart.
@@ -106,15 +110,12 @@ class Lines:
     ticks: Sequence[float] = ()
     from_zero: bool = False
 
-    @property
-    def parts(self) -> list[str]:
-        """Names of the lines."""
-        return [line.name for line in self.lines]
+    parts: Sequence[str] = ()  # no legend
 
     @property
     def height(self) -> float:
         """Inches."""
-        return 3.2 + 0.2 * (-(-len(self.lines) // 2))
+        return max(3.4, 0.9 + 0.22 * len(self.lines))
 
     def draw(self, axis: Axes) -> None:
         """Draw the lines."""
@@ -128,6 +129,23 @@ class Lines:
             axis.set_xticks(self.ticks, [f"{tick:g}" for tick in self.ticks])
             axis.minorticks_off()
         axis.grid(alpha=0.3)
+        self._name_lines(axis)
+
+    def _name_lines(self, axis: Axes) -> None:
+        """Write each name to the right of its last point, or as near as the others let it."""
+        bottom, top = axis.transScale.transform([(1, y) for y in axis.get_ylim()])[:, 1]
+        ends = axis.transScale.transform([(1, line.ys[-1]) for line in self.lines])[:, 1]
+        heights = {number: (y - bottom) / (top - bottom) for number, y in enumerate(ends)}
+        room = 0.15 / (self.height - 0.8)  # inches of a line of text, as a share of the axis
+        order, lowest, highest = sorted(heights, key=heights.__getitem__), -1.0, 0.97
+        for number in order:
+            lowest = heights[number] = max(heights[number], lowest + room)
+        for number in reversed(order):
+            heights[number] = min(heights[number], highest)
+            highest = heights[number] - room
+            line, at = self.lines[number], (1.02, heights[number])
+            looks: dict[str, Any] = {"color": line.colour, "fontsize": 7, "va": "center"}
+            axis.annotate(line.name, at, xycoords="axes fraction", annotation_clip=False, **looks)
 
 
 @dataclass(frozen=True)

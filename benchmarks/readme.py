@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import charts
 from benchmarks.registry import Benchmark
 from benchmarks.report import RUN, about, claims, load, shown
-from benchmarks.tables import measured
+from benchmarks.tables import machines, measured
 
 HERE = Path(__file__).parent
+IMAGES_OF_PAGES = HERE.parent / "docs" / "images"
 HEAD = """# Benchmarks
 
 Each program was measured side by side with what it is compared to, in turns, on one machine. A
@@ -58,8 +60,19 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n".join([text, *parts])
 
 
+def draw(results: Mapping[str, Any]) -> None:
+    """The charts of the README files anew, from the results alone."""
+    for one in shown(results):
+        if found := results.get(one.result):
+            for stem, drawn in one.pictures(found).items():
+                file = IMAGES_OF_PAGES / f"{stem}.png"
+                file = file if file.exists() else HERE / "results" / f"{stem}.png"
+                charts.save(file, drawn, f"{one.title}\n{machines(found)}")
+
+
 def main() -> None:
-    """Write the page."""
+    """Write the page, and the charts that it and others show."""
+    draw(load(HERE / "results"))
     (HERE / "README.md").write_text(page(load(HERE / "results")), encoding="utf-8")
 
 

@@ -41,37 +41,58 @@ def lines(rows: Mapping[Any, Found], scale: float = 1.0, suffix: str = "") -> li
     ]
 
 
-def peer_bars(title: str, unit: str, found: Found, values: Mapping[str, Any]) -> Bars:
+def peer_bars(
+    title: str,
+    unit: str,
+    found: Found,
+    values: Mapping[str, Any],
+    totals: Mapping[str, float] | None = None,
+) -> Bars:
     """Bars with each program's ratio to the peer, which is grey."""
     notes, peer = {}, ""
     for name, of in found["medians"].items():
         peer = name if name.startswith("pytorch/examples") else peer
         ratio, share = of.get("peer_ratio"), of.get("peak_share")
-        words = [f"{ratio:.2f} times the peer's speed"] if ratio else []
+        words = [f"{ratio:.3g} times as fast"] if ratio else []
         words += [f"{share:.0%} of the bf16 peak"] if share else []
         notes[name] = ", ".join(words)
-    return Bars(title, unit, values, notes, peer)
+    return Bars(title, unit, values, notes, peer, totals or {})
+
+
+def against(found: Found, name: str) -> str:
+    """How many times as fast as its peer a program was; empty without a peer."""
+    ratio = found["medians"].get(name, {}).get("peer_ratio")
+    return f"{ratio:.3g} times as fast as pytorch/examples" if ratio else ""
 
 
 def mnist_time_to_accuracy(found: Found) -> Pictures:
     """Where the seconds until the target go."""
     parts = ("startup", "training", "evaluation", "other")
     seconds = {name: {part: of[part] for part in parts} for name, of in found["medians"].items()}
-    title = f"time to {found['target']:.0%} test accuracy, medians of {found['rounds']}"
-    return {"mnist_time_to_accuracy": [peer_bars(title, "seconds", found, seconds)]}
+    totals = {name: of["seconds"] for name, of in found["medians"].items()}
+    message = against(found, "ours, 1 process")
+    title = f"{found['target']:.0%} on MNIST{', ' * bool(message)}{message}"
+    unit = f"seconds, medians of {found['rounds']} rounds"
+    return {"mnist_time_to_accuracy": [peer_bars(title, unit, found, seconds, totals)]}
 
 
 def imagenet_throughput(found: Found) -> Pictures:
     """The parts that were measured."""
-    titles = {
-        "input": "input: images/s per core",
-        "training": "training, ResNet-18, batch 32, CPU: images/s",
-        "gpu": "training, ResNet-50, batch 256, GPU: images/s",
+    what = {  # the message's subject, what it is about, and the unit
+        "input": ("ours, uint8", "loading JPEGs", "images/s and core"),
+        "training": ("ours, 1 process", "training ResNet-18 on a CPU", "images/s, batch 32"),
+        "gpu": ("ours, 1 process", "training ResNet-50 on a GPU", "images/s, batch 256"),
     }
     bars = []
-    for part in [part for part in titles if part in found]:
+    for part in [part for part in what if part in found]:
+        name, subject, unit = what[part]
+        if images := found[part].get("images"):
+            size = f"{images['median_width']:.0f}x{images['median_height']:.0f}"
+            unit += f"; {images['count']:,} images of {size} pixels (median)"
         speeds = {name: of["images_per_second"] for name, of in found[part]["medians"].items()}
-        bars.append(peer_bars(titles[part], "images/s", found[part], speeds))
+        message = against(found[part], name)
+        title = f"{subject}{', ' * bool(message)}{message}"
+        bars.append(peer_bars(title, unit, found[part], speeds))
     return {"imagenet_throughput": bars}
 
 
@@ -89,7 +110,9 @@ def allreduce(found: Found) -> Pictures:
     }
     ratios = step["times_faster_than_ddp"].items()
     notes = {way: f"{ratio:.2f} times DDP's speed" for way, ratio in ratios}
-    title = f"training step of ResNet-18, 2 ranks x {step['batch']} images"
+    exchanging = {way: ratio for way, ratio in ratios if way != "none"}
+    best = max(exchanging, key=exchanging.__getitem__)
+    title = f"step of ResNet-18, 2 ranks x {step['batch']} image(s): {best} is fastest"
     return {"allreduce": sizes, "allreduce_step": [Bars(title, "ms per step", parts, notes)]}
 
 
@@ -103,7 +126,11 @@ def all_reduces_by_size(ranks: str, found: Found) -> Lines:
     drawn, sizes = lines(found["seconds"], 1e3), [int(size) for size in found["memory"]]
     for (name, per_byte), colour in zip(limits.items(), COLOURS[7:], strict=False):
         drawn.append(Line(name, sizes, [1e3 * size * per_byte for size in sizes], colour, "--"))
-    return Lines(f"{ranks} ranks", "bytes", "ms per all-reduce", drawn)
+    faster = [ways["shared memory, in place"] for ways in found["times_faster_than_torch"].values()]
+    title = (
+        f"{ranks} ranks: shared memory in place {min(faster):.1f} to {max(faster):.0f} times gloo"
+    )
+    return Lines(title, "bytes", "ms per all-reduce", drawn)
 
 
 def pipeline(found: Found) -> Pictures:
@@ -116,7 +143,8 @@ def pipeline(found: Found) -> Pictures:
     counts = sorted(speedups)
     ideal = Line("P M / (M + P - 1)", counts, [2 * m / (m + 1) for m in counts], COLOURS[-1], ":")
     drawn = [*lines(speedups), ideal]
-    title, x = f"times as fast as {found['baseline']}", "micro-batches"
+    fastest = each[found["best"]["hand"]]["speedup"]
+    title, x = f"two cores are {fastest:.2f} times as fast as one", "micro-batches"
     charts: list[Chart] = [Lines(title, x, "times one core", drawn, counts, from_zero=True)]
     losses = {name: of["losses"] for name, of in each.items() if "losses" in of and "1f1b" in name}
     if losses:
@@ -132,8 +160,10 @@ def pipeline_memory(found: Found) -> Pictures:
     for name, held in found["bytes"].items():
         kept[name] = {stage: one / 2**20 for stage, one in zip(stages, held, strict=True)}
         notes[name] = f"first stage {held[0] / 2**20:.0f}"
-    title = f"activations kept at most, batch {found['batch_size']} in 8 micro-batches"
-    return {"pipeline_memory": [Bars(title, "MiB", kept, notes)]}
+    ratio = found["bytes"]["GPipe"][0] / found["bytes"]["1F1B"][0]
+    title = f"GPipe keeps {ratio:.1f} times the activations of 1F1B in the first stage"
+    unit = f"MiB at most, batch {found['batch_size']} in 8 micro-batches"
+    return {"pipeline_memory": [Bars(title, unit, kept, notes)]}
 
 
 def scaling(found: Found) -> Pictures:
@@ -158,7 +188,9 @@ def steps_by_ranks(found: Found) -> Lines:
             name = f"{way}, {gigabits} Gb/s, calculated"
             drawn.append(Line(name, [*seconds], [*seconds.values()], colours[way], dashes))
     ticks = sorted({int(rank) for line in drawn for rank in line.xs})
-    title = "time per step against ranks"
+    most, cores = max(found["steps"], key=int), found["machine"]["cores"]
+    longer = middle(found["steps"][most]["ddp"]) / middle(found["steps"]["1"]["ddp"])
+    title = f"{most} ranks on {cores} core(s): a step of DDP takes {longer:.1f} times as long as 1"
     return Lines(title, "ranks", "ms per step", drawn, ticks, from_zero=True)
 
 
@@ -180,7 +212,8 @@ def exchange_by_ranks(found: Found) -> Lines:
     for (name, link, xs, dashes), colour in zip(calculated, COLOURS, strict=False):
         seconds = [1e3 * ring_seconds(n, size, link) for n in xs]
         drawn.append(Line(name, xs, seconds, colour, dashes))
-    title = "all-reduce of the gradients against ranks"
+    error = found["fit"]["dist.all_reduce"]["median_error"]
+    title = f"all-reduce of the gradients: the fit is off by {error:.0%} (median)"
     return Lines(title, "ranks", "ms per all-reduce", drawn, ranks)
 
 
@@ -189,7 +222,10 @@ def dataparallel(found: Found) -> Pictures:
     batches = found["batches"]
     drawn = lines({batch: of["times_one_device"] for batch, of in batches.items()})
     x, y, ticks = "global batch, images", "times one device", list(map(int, batches))
-    charts: list[Chart] = [Lines("speed against batch", x, y, drawn, ticks, from_zero=True)]
+    by_hand = {b: of["times_one_device"].get("eight steps by hand", 0) for b, of in batches.items()}
+    pays = min((int(batch) for batch, times in by_hand.items() if times > 1), default=None)
+    title = f"two devices pay from a batch of {pays}" if pays else "speed against batch"
+    charts: list[Chart] = [Lines(title, x, y, drawn, ticks, from_zero=True)]
     shares = {}
     for batch, of in batches.items():
         if "steps" in of:
@@ -207,7 +243,8 @@ def bert_throughput(found: Found) -> Pictures:
     """Each step from the naive recipe to ours."""
     speed, ratios = found["speed"]["sequences_per_second"], found["speed"]["ratio"]
     notes = {name: f"{value:.2f} times the naive recipe" for name, value in ratios.items()}
-    bars = Bars("training on real reviews", "sequences/s", speed, notes, next(iter(speed)))
+    title = f"training on reviews, {list(ratios.values())[-1]:.2f} times the naive recipe"
+    bars = Bars(title, "sequences/s", speed, notes, next(iter(speed)))
     return {"bert_throughput": [bars]}
 
 
