@@ -1,4 +1,4 @@
-"""Proves the examples on a machine with GPUs: a line per check, and all of it in one JSON.
+"""Checks the examples on a machine with GPUs: a line per check, and all of it in one JSON.
 
     python -m benchmarks.gpu --part correctness     # one GPU is enough
     python -m benchmarks.gpu --part speed           # rates, and what makes the host wait

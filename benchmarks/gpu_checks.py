@@ -86,7 +86,7 @@ class Machine:
         Raises:
             Failed: it took too long, or ended with another exit code.
         """
-        patience = LONGEST * (4 if self.dry else 1)  # a busy machine is no failure
+        patience = LONGEST * (4 if self.dry else 1)  # a busy machine is not a failure
         patience = max(0.0, min(patience, self.deadline - time.monotonic()))
         try:
             ended = process.wait(patience)

@@ -1,4 +1,4 @@
-"""Images made up in memory, to measure the speed of training without that of reading files."""
+"""Synthetic images, generated in memory, to measure training without the reading of files."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -157,7 +157,7 @@ def _lost(error: Exception) -> str:
 
 
 def _explained(error: Exception) -> str:
-    """One line where the cause can be told; else the traceback, for whoever looks for the bug."""
+    """One line if the cause is known, otherwise the traceback."""
     text = f"out of memory: {error}" if isinstance(error, MemoryError) else str(error)
     frames = traceback.extract_tb(error.__traceback__)
     semaphore = isinstance(error, OSError) and Path(frames[-1].filename).match(

@@ -1,4 +1,4 @@
-"""Checkpoints that survive being interrupted at any moment, and that prove what they hold.
+"""Checkpoints that survive being interrupted at any moment, with a checksum of what they hold.
 
 A checkpoint is written beside its place, flushed to the disk and renamed: it is there completely or
 not at all. Its name holds a digest of its content (`checkpoint_files`).
@@ -176,7 +176,7 @@ class Checkpoints:
 
 
 def announce_world(before: Mapping[str, Any]) -> None:
-    """Say what it means that a run goes on with other ranks than those that made the checkpoint.
+    """Say what it means that a run continues with another number of ranks than before.
 
     Args:
         before: `world_size`, and `threads` of each rank, which older checkpoints do not hold.

@@ -22,7 +22,7 @@ CXX = "clang++" if sys.platform == "darwin" else "g++"
 def require_compiler(device: torch.device) -> None:
     """Look for a compiler, Python's headers, and a folder from which code can be loaded.
 
-    Costs some milliseconds: the compiler is asked for its version, and nothing is imported.
+    Costs some milliseconds: the compiler prints its version, and nothing is imported.
 
     Args:
         device: of this rank. For CUDA, Triton compiles C, which starts its kernels; for other

@@ -122,7 +122,7 @@ def _complete(loader: "DataLoader[Any]", seed: int) -> None:
 
 
 def default_workers(device: torch.device) -> int:
-    """Loader processes per rank: beside a GPU all of its share of the cores but one.
+    """Loader processes per rank: with a GPU, its share of the cores minus one.
 
     On a CPU, where training needs the cores itself, one per eight cores.
     """

@@ -177,7 +177,7 @@ def check_best(path: str | None) -> None:
     if path and (damage := _damage(Path(path))):
         raise UserError(
             f"the best model, {path}, is damaged ({damage}): start again with --resume auto, "
-            f"which goes on from a checkpoint before it"
+            f"which continues from a checkpoint before it"
         )
 
 

@@ -65,7 +65,7 @@ class TrainerRun(Run):
         self._log.start(self.state.step, resumed=start is not None)
 
     def write(self) -> None:
-        """Write the curves so far: a resumed run goes on from them."""
+        """Write the curves so far: a resumed run continues them."""
         self._log.write_lines()
         self._log.write_events()
 
