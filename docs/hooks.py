@@ -164,7 +164,8 @@ def content(origin: str, language: str) -> tuple[str, set[str]]:
         return f"---\nsearch:\n  exclude: true\n---\n\n# {origin}\n\n````{kind}\n{text.rstrip()}\n````\n", set()
     text, targets = rewritten(OTHER_LANGUAGE.sub("", text), origin, page, language)
     untranslated = language == "zh" and "zh" not in origin and re.match(r"examples|k8s|benchmarks", origin)
-    return (ENGLISH_ONLY if untranslated else "") + text, targets
+    text = (ENGLISH_ONLY if untranslated else "") + text
+    return ("---\nhide: [navigation]\n---\n\n" if page == "index.md" else "") + text, targets
 
 
 def cards(language: str) -> str:
