@@ -1,6 +1,5 @@
 """The first page: short, and its training loop is a correct one."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,9 +70,3 @@ def test_the_page_is_short() -> None:
     assert len(text.split()) <= 900
     assert len(text.splitlines()) <= 100
     assert len([line for line in loop().splitlines() if line]) <= 14
-
-
-def test_the_page_links_to_every_guide() -> None:
-    for page, folder in (("README.md", "en"), ("README.zh-CN.md", "zh")):
-        linked = set(re.findall(r"\]\(docs/(?:en/|zh/)?([\w-]+\.md)", (ROOT / page).read_text()))
-        assert {path.name for path in (ROOT / "docs" / folder).glob("*.md")} - linked == set()

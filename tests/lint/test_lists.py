@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.contract.trainings import EXAMPLES
 from tests.examples.test_copy import COPIES
 from tests.hashes import PROGRAMS
@@ -28,3 +30,12 @@ def test_every_example_is_in_every_list() -> None:
     missing = {what: sorted(NAMES - found) for what, found in lists.items() if NAMES - found}
     assert missing == {}, f"add to each of these: {missing}"
     assert {what: sorted(found - NAMES) for what, found in lists.items() if found - NAMES} == {}
+
+
+@pytest.mark.parametrize(("page", "folder"), [("README.md", "en"), ("README.zh-CN.md", "zh")])
+def test_the_readme_links_to_every_guide(page: str, folder: str) -> None:
+    linked = set(re.findall(r"\]\(docs/(?:en/|zh/)?([\w-]+\.md)", (ROOT / page).read_text()))
+    missing = {path.name for path in (ROOT / "docs" / folder).glob("*.md")} - linked
+    assert missing == set(), (
+        f"link from the last table of {page} to {missing}, and name it in NAVIGATION of docs/hooks.py"
+    )
