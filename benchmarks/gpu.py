@@ -104,7 +104,8 @@ def correctness(machine: Machine, examples: tuple[str, ...]) -> Iterator[tuple[s
             check = partial(replicas, machine, flags)
             yield "mnist_dataparallel", f"{engine}: three replicas on one device", check
     if not machine.dry and importlib.util.find_spec("pytest"):
-        words = ("pytest", "-q", "-m", "gpu", "tests/contract", "tests/examples")
+        several_at_once = ("-n", "4") if importlib.util.find_spec("xdist") else ()
+        words = ("pytest", "-q", "-m", "gpu", *several_at_once, "tests/contract", "tests/examples")
         yield "tests", "the tests marked gpu", partial(ended, partial(machine.run, "tests", *words))
 
 
