@@ -208,6 +208,69 @@ def fork() -> tuple[str, str]:
     return picture("fork", 600, 150, *parts)
 
 
+def collectives() -> tuple[str, str]:
+    """What each of three ranks holds before and after the six calls."""
+    calls = {  # before, after
+        "broadcast(src=0)": (("a", "", ""), ("a", "a", "a")),
+        "scatter(src=0)": (("a b c", "", ""), ("a", "b", "c")),
+        "gather(dst=0)": (("a", "b", "c"), ("a b c", "", "")),
+        "reduce(dst=0, SUM)": (("a", "b", "c"), ("a+b+c", "", "")),
+        "all_gather": (("a", "b", "c"), ("a b c", "a b c", "a b c")),
+        "all_reduce(SUM)": (("a", "b", "c"), ("a+b+c", "a+b+c", "a+b+c")),
+    }
+    parts = []
+    for number, (name, (before, after)) in enumerate(calls.items()):
+        x, y = 8 + 250 * (number % 3), 8 + 180 * (number // 3)
+        parts += [box(x, y, 240, 170, fill="white"), write(x + 120, y + 24, name, 14)]
+        for rank in range(3):
+            row = y + 38 + 42 * rank
+            parts.append(write(x + 10, row + 21, f"rank {rank}", 12, "start"))
+            parts += [*held(x + 56, row, before[rank]), *held(x + 158, row, after[rank])]
+        parts.append(arrow(x + 132, y + 96, x + 154, y + 96))
+    return picture("collectives", 756, 366, *parts)
+
+
+def held(x: float, y: float, text: str) -> list[str]:
+    """What a rank holds, 72 wide: nothing, one tensor, a list of three, or a sum."""
+    if not text:
+        empty = f'width="72" height="32" rx="4" fill="white" stroke="{INK}" stroke-dasharray="3" opacity="0.5"'
+        return [f'<rect x="{x}" y="{y}" {empty}/>']
+    if "+" in text:
+        return [box(x, y, 72, 32, text, PALE)]
+    names = text.split()
+    width = 72 // len(names)
+    return [box(x + width * k, y, width, 32, name, RANKS["abc".index(name)]) for k, name in enumerate(names)]
+
+
+def eight_steps() -> tuple[str, str]:
+    """An iteration of nn.DataParallel on three devices; an arrow is a copy from one to another."""
+    steps = {  # what is on each device, and whether it comes from the first (1) or goes there (-1)
+        "1  to the first device": (("batch, model",), 0),
+        "2  scatter": (("chunk 0", "chunk 1", "chunk 2"), 1),
+        "3  replicate": (("model", "copy", "copy"), 1),
+        "4  forward, in threads": (("output 0", "output 1", "output 2"), 0),
+        "5  gather, loss": (("outputs, loss",), -1),
+        "6  backward, in threads": (("gradients 0", "gradients 1", "gradients 2"), 1),
+        "7  reduce": (("sum of gradients",), -1),
+        "8  optimizer.step()": (("new model",), 0),
+    }
+    places = [252, 412, 572]  # the middle of each device's column
+    parts = [write(x, 20, f"cuda:{device}", 14) for device, x in enumerate(places)]
+    for number, (name, (things, direction)) in enumerate(steps.items()):
+        y = 32 + 52 * number
+        parts.append(write(8, y + 19, name, 13, "start"))
+        for device, thing in enumerate(things):
+            parts.append(box(places[device] - 66, y, 132, 28, thing, RANKS[device]))
+        for x in places[1:] if direction else ():
+            way = (
+                f"M{places[0]} {y}V{y - 12}H{x}V{y - 1}"
+                if direction > 0
+                else f"M{x} {y - 24}V{y - 12}H{places[0]}V{y - 1}"
+            )
+            parts.append(f'<path d="{way}" fill="none" stroke="{INK}" marker-end="url(#head)"/>')
+    return picture("eight-steps", 648, 436, *parts)
+
+
 def drawings() -> dict[str, str]:
     """All pictures, by name."""
     return dict(
@@ -222,7 +285,7 @@ def drawings() -> dict[str, str]:
             job("group", lit="group", caption="new_group([0, 2])"),
             job("backend", lit="backend", caption="nccl: CUDA tensors, gloo: CPU tensors", below="tensor"),
             sampler(), ring(), neighbours(), overlap(), data_parallel(), model_parallel(), timelines(), threads(),
-            gain(), fork(),
+            gain(), fork(), collectives(), eight_steps(),
         )
     )  # fmt: skip
 

@@ -33,6 +33,7 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
         {"Learn": [
             {"Concepts": "concepts.md"},
             {"Data or model parallel?": "parallelism.md"},
+            {"The model does not fit": "model-does-not-fit.md"},
             {"Your own model": "your-model.md"},
             {"The shared code": "common.md"},
         ]},
@@ -41,6 +42,8 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
             {"GPUs": "gpus.md"},
             {"Docker": "docker.md"},
             {"Kubernetes": "k8s.md"},
+            {"From a notebook": "notebook.md"},
+            {"Debug one rank": "debug.md"},
             {"Troubleshooting": "troubleshooting.md"},
             {"Faults": "faults.md"},
         ]},
@@ -57,6 +60,7 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
         {"学习": [
             {"概念": "concepts.md"},
             {"数据并行还是模型并行？": "parallelism.md"},
+            {"模型放不下": "model-does-not-fit.md"},
             {"换成自己的模型": "your-model.md"},
             {"共用代码": "common.md"},
         ]},
@@ -65,6 +69,8 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
             {"GPU": "gpus.md"},
             {"Docker": "docker.md"},
             {"Kubernetes": "k8s.md"},
+            {"在 notebook 中使用": "notebook.md"},
+            {"调试一个 rank": "debug.md"},
             {"故障排查": "troubleshooting.md"},
             {"故障": "faults.md"},
         ]},

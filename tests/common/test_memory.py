@@ -15,7 +15,7 @@ from torchvision import models
 from common.memory.args import Args
 from common.memory.estimate import COLUMNS, STATE, largest_stage, needs
 from common.memory.measure import Part, blocks, build, measure
-from tests.conftest import Programs
+from tests.conftest import ROOT, Programs
 
 RESNET = Args(arch="resnet18", batch_size=4, image_size=64, device="cpu")
 BERT = Args(arch="bert", batch_size=4, layers=2, hidden=128, length=32, device="cpu")
@@ -135,6 +135,18 @@ def test_the_largest_stage_is_as_small_as_can_be(sizes: list[int], stages: int) 
         for cut in combinations(places, number)
     )
     assert sum(sizes[number] for number in largest_stage(sizes, stages)) == best
+
+
+def test_the_page_shows_what_it_prints(programs: Programs) -> None:
+    """Up to a hundredth: another version of torch may keep a little more."""
+    page = (ROOT / "docs" / "en" / "model-does-not-fit.md").read_text()
+    (command,) = re.findall(r"^python (-m common.memory .* --memory 16)$", page, re.M)
+    (shown,) = re.findall(r"```text\n(bert: .*?)```", page, re.S)
+    said = programs.run(*command.split()).stdout
+    numbers = re.compile(r"\d+\.\d+")
+    assert numbers.sub("0", said) == numbers.sub("0", shown)
+    pairs = zip(numbers.findall(said), numbers.findall(shown), strict=True)
+    assert [pair for pair in pairs if abs(float(pair[0]) - float(pair[1])) > 0.011] == []
 
 
 def test_the_table_says_what_fits(programs: Programs) -> None:

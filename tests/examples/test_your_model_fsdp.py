@@ -1,6 +1,7 @@
 """your_model.fsdp: any number of ranks trains what one process without FSDP trains, and holds its share only."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.your_model.fsdp import BATCH, LAYERS, LENGTH, TEXT, WIDTH, Writer
-from tests.conftest import Programs
+from tests.conftest import ROOT, Programs
 from tests.runs import mutated
 
 STEPS = 6
@@ -80,6 +81,12 @@ def test_two_ranks_train_as_one_process_and_hold_half_each(
         f"rank {rank} holds {whole // 2:,} of {whole:,} parameters" for rank in (0, 1)
     ]
     assert f"rank 0 holds {whole:,} of {whole:,} parameters" in more
+
+
+def test_the_page_quotes_the_program() -> None:
+    page = (ROOT / "docs" / "en" / "model-does-not-fit.md").read_text()
+    (quoted,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert textwrap.indent(quoted, "    ") in (ROOT / "examples" / "your_model" / "fsdp.py").read_text()
 
 
 @pytest.mark.parametrize("name", CHANGES)
