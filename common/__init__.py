@@ -7,5 +7,6 @@
 | `data` | the files of MNIST's format, samplers, loaders, a small model |
 | `images` | folders of images: found, decoded, cached, drawn |
 
-`doctor` is a program: the preflight of a machine or a job.
+`doctor` is a program: the preflight of a machine or a job. `who` and `top` show the ranks of a run
+that goes on: which one waits for which, and how fast it is.
 """

@@ -13,5 +13,6 @@
 | `record` | the decorator of a rank's main function | yes |
 | `device` | `choose_device` | yes |
 | `messages` | `message_device`: gloo sends no CUDA tensors | yes |
+| `who` | which rank waits for which, and in which call | partly |
 | `collectives` | `print0`, `local_rank0_first`, `broadcast_object`, ... | yes |
 """

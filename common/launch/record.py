@@ -22,6 +22,7 @@ from common.launch.args import STOPPING
 from common.launch.console import to_terminal
 from common.launch.errors import RETRY, Absent, Lost, Stopped, UserError, note
 from common.launch.parent import end_with_parent
+from common.launch.who import report, watcher
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -65,9 +66,13 @@ def record(main_worker: Callable[Parameters, Returned]) -> Callable[Parameters, 
         try:
             for signum in STOPPING:
                 signal.signal(signum, _stop_now)
+            signal.signal(signal.SIGUSR1, lambda *_: None)  # what it asks for: see below
             _stop_without_main_thread()
+            report.report_at_abort()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # one may have come already
-            return main_worker(*args, **kwargs)
+            returned = main_worker(*args, **kwargs)
+            watcher.leave()
+            return returned
         except UserError as error:
             _end(f"error: {error}", 2, again=isinstance(error, Absent), together=True)
         except Stopped as stop:
@@ -75,6 +80,8 @@ def record(main_worker: Callable[Parameters, Returned]) -> Callable[Parameters, 
         except Exception as error:
             _ignore_signals()  # torchrun stops the others while this one asks who has ended
             lost = isinstance(error, Lost) or any(words in str(error) for words in LOST)
+            if lost:
+                report.report(error)
             text = _lost(error) if lost else _explained(error)
             _end(f"error: rank {place.current().rank}: {text}", 1, again=lost)
         raise AssertionError("_end does not return")
@@ -91,6 +98,7 @@ def _end(message: str, code: int, again: bool = False, together: bool = False) -
         again: whether the cause lies elsewhere, so that starting again may help.
         together: whether all ranks come to this end.
     """
+    watcher.leave()
     _ignore_signals()  # one that comes now would be an exception outside of `recorded`
     if spoke := last_words.answer(last_words.speaks_first, True):
         to_terminal(message)
@@ -127,6 +135,8 @@ def _stop_without_main_thread(patience: float = 2.0) -> None:
     def watch() -> None:
         while True:
             signum = os.read(reading, 1)[0]
+            if signum == signal.SIGUSR1:
+                report.show(twice=True)
             if signum in STOPPING and signal.getsignal(signum) is _stop_now:
                 time.sleep(patience)
                 if signal.getsignal(signum) is _stop_now:

@@ -21,7 +21,9 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from common.launch import device, place
 from common.launch.cgroup import machine
 from common.launch.errors import Absent, UserError
+from common.launch.who import watcher
 
+Member = dict[str, Any]
 JOB = "job://"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 joined: dist.Store | None = None
@@ -51,21 +53,26 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
     """What `init_process_group` calls for `JOB`: yields store, rank and world size."""
     global joined
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    me = {
+    me: Member = {
         "name": secrets.token_hex(8),
         "size": size,
         "attempt": int(os.environ.get(RESTARTS, "0")),
         "machine": machine(),
     }
-    if place.current().launcher == "plain" and size == 1:
-        store, members = dist.HashStore(), [me]
-    else:
-        store, members = _muster(_store(rank, timeout), me, rank, size, timeout.total_seconds())
+    here = place.current()
+    alone = here.launcher == "plain" and size == 1
+    store = dist.HashStore() if alone else _store(rank, timeout)
+    listening, me["who"] = watcher.listen(here.loopback, here.host, here.port)
+    members = [me]
+    if not alone:
+        store, members = _muster(store, me, rank, size, timeout.total_seconds())
     if size > 1:  # of several nodes, one that came later counts fewer
         os.environ[RESTARTS] = str(max(member["attempt"] for member in members))
     neighbours = sum(member["machine"] == me["machine"] for member in members)
-    device.share_cores(place.current(), neighbours)
+    device.share_cores(here, neighbours)
     joined = store
+    roll = [member["who"] for member in members]
+    watcher.watch(roll, members[0]["name"], listening, timeout.total_seconds())
     yield store, rank, size
 
 
@@ -111,9 +118,6 @@ def _await_host(host: str, port: int, seconds: float) -> None:
                 f"start it, and check its name, the port and the firewall"
             ) from None
         return
-
-
-Member = dict[str, Any]
 
 
 def _muster(

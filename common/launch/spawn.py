@@ -109,6 +109,7 @@ class _Watch:
     def code(self) -> int:
         """Wait until nothing is left; the exit code of the node."""
         previous = {signum: signal.signal(signum, self._pass_on) for signum in STOPPING}
+        previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         alive = {process.sentinel: rank for rank, process in enumerate(self.context.processes)}
         try:
@@ -130,6 +131,12 @@ class _Watch:
         for process in self.context.processes:
             if process.is_alive():  # the second signal does not wait for a checkpoint
                 os.kill(process.pid, signum if len(self.asked) == 1 else signal.SIGKILL)
+
+    def _ask(self, signum: int, _: FrameType | None) -> None:
+        """Have one worker print what all ranks do."""
+        alive = [process for process in self.context.processes if process.is_alive()]
+        for process in alive[:1]:
+            os.kill(process.pid, signum)
 
     def _ended(self, local_rank: int) -> None:
         process = self.context.processes[local_rank]

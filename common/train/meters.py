@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.launch.place import current
+from common.launch.who.calls import progress
 from common.train.log import Log
 
 Item = TypeVar("Item")
@@ -45,6 +46,7 @@ class Meters:
             asked = time.perf_counter()
             batch = next(batches, None)
             self.seconds["input"] += time.perf_counter() - asked
+            progress["waited"] = self.seconds["input"]
             if batch is None:
                 break
             yield batch
@@ -79,6 +81,7 @@ class Meters:
         means = (losses / dist.get_world_size()).tolist()
         for number, value in enumerate(means, step - len(means) + 1):
             self.log.scalars(number, {"loss/train": value})
+        progress["loss"] = means[-1]
         self.log.write_lines()
         return means
 

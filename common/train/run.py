@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from common.launch.errors import Stopped
 from common.launch.flags import fixed_flags
+from common.launch.who import watcher
+from common.launch.who.calls import progress
 from common.train.amp import MixedPrecision
 from common.train.checkpoint import Checkpoints, Stateful
 from common.train.checks import check_replicas, check_seen_once
@@ -73,6 +75,7 @@ class Run:
         local_batch(self.batch_size, self.shard[1])  # a mistake that all ranks meet comes first
         if dist.get_rank() == 0:
             check_writable(args.out, "--out")
+            watcher.publish(args.out)  # where python -m common.who finds the ranks
         greet(self)
 
     def __enter__(self) -> Self:
@@ -168,6 +171,7 @@ class Run:
         state.batch += 1
         state.step += 1
         self.meters.samples += self._batch_samples
+        progress.update(step=state.step, samples=self.meters.samples)
         self._end_traced_step()
         if every and state.step % every == 0:
             self.meters.progress(f"{self.label}, step {state.batch}/{steps_in_epoch}", state.step)

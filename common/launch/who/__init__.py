@@ -1,0 +1,11 @@
+"""Which rank waits for which, and in which call: asked while a run goes on, and when it hangs.
+
+| module | what it offers | imports torch |
+|---|---|---|
+| `calls` | what this process does: its collectives and messages, its main thread | yes |
+| `watcher` | a thread of each rank that answers the others | yes |
+| `report` | what one rank prints when another is lost, or when asked | yes |
+| `ask` | the answers of all ranks, and what is known of those that do not answer | no |
+| `verdict`, `loops` | one sentence that says what is wrong | no |
+| `table`, `words` | a row per rank | no |
+"""

@@ -1,0 +1,210 @@
+"""What this process does: its last collectives and messages, and where its main thread is.
+
+Collectives are read from torch's flight recorder, which records them anyway, when somebody asks.
+Messages are not in it under gloo, so `note_messages` keeps the last ones.
+"""
+
+import linecache
+import os
+import pickle
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "stdlib"))
+OURS = str(Path(__file__).parents[2]) + os.sep  # common/
+# What a rank waits in when it waits for its data.
+LOADERS = ("torch/utils/data/dataloader.py", "common/train/loader.py", "common/images/loader.py")
+SIZES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Short": 2}
+LAST = 24  # calls that are told
+Frame = tuple[str, int, str]  # file, line, function
+
+progress: dict[str, Any] = {}
+"""What the training says of itself: `step`, and what `python -m common.top` shows."""
+_messages: deque[dict[str, Any]] = deque(maxlen=LAST)
+_counts: dict[str, int] = {}
+
+
+def note_messages() -> None:
+    """Keep the last messages of this process. Costs about 2 us for each.
+
+    It is done at the process group, which all of torch's functions call: programs may have imported
+    `isend` and `irecv` already, and torch compares these with its own.
+    """
+    if getattr(dist.ProcessGroup.send, "noted", False):
+        return
+    for kind in ("send", "recv"):
+        setattr(dist.ProcessGroup, kind, _noted(kind, getattr(dist.ProcessGroup, kind)))
+
+
+def _noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        _counts[kind] = _counts.get(kind, 0) + 1
+        frame = sys._getframe(1)
+        while "/torch/" in frame.f_code.co_filename and frame.f_back:
+            frame = frame.f_back
+        message: dict[str, Any] = {
+            "kind": kind,
+            "number": _counts[kind],
+            "tensors": [(tuple(tensor.shape), tensor.nbytes) for tensor in tensors],
+            "frame": (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name),
+            "made": time.time(),
+            "peer": peer,
+            "group": group,
+        }
+        _messages.append(message)
+        work = function(group, tensors, peer, tag)
+        message["work"] = weakref.ref(work)
+        return work
+
+    noted.noted = True  # ty: ignore[missing-attribute]
+    return noted
+
+
+def _finished(message: dict[str, Any]) -> bool:
+    """Whether somebody has waited for a message, or nobody can any more."""
+    work = message["work"]() if "work" in message else None
+    return "work" in message and (work is None or work.is_completed())
+
+
+def messages() -> list[dict[str, Any]]:
+    """The last messages of this process, the newest last."""
+    told = []
+    for message in list(_messages):
+        file, line, _ = message["frame"]
+        told.append(
+            {
+                "group": message["group"].group_name,
+                "ranks": dist.get_process_group_ranks(message["group"]),
+                "kind": message["kind"],
+                "number": message["number"],
+                "shapes": [list(shape) for shape, _ in message["tensors"]],
+                "bytes": sum(size for _, size in message["tensors"]),
+                "file": file,
+                "line": line,
+                "made": message["made"],
+                "done": _finished(message),
+                "peer": dist.get_process_group_ranks(message["group"])[message["peer"]],
+            }
+        )
+    return told
+
+
+def _recorded(**how: bool) -> Iterator[dict[str, Any]]:
+    """The flight recorder's entries, of each backend that has one here."""
+    for name, backend in (
+        ("_dump_fr_trace", {"backend": "gloo"}),
+        ("_dump_nccl_trace", {}),
+    ):
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            dumped = dump(**how, **backend)
+        except TypeError:  # before torch 2.15 there is one recorder, without a name
+            dumped = dump(**how)
+        yield from pickle.loads(dumped).get("entries", [])  # noqa: S301 - of this process
+
+
+def counted() -> bytes:
+    """The numbers of the collectives that were begun and ended last, as text. Takes 5 us."""
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    dumps = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+    return b"".join(dump(includeCollectives=False) for dump in dumps)
+
+
+def active() -> set[tuple[str, int]]:
+    """Groups and numbers of the collectives that have begun and not ended."""
+    return {(call["group"], call["number"]) for call in collectives() if not call["done"]}
+
+
+def collectives() -> list[dict[str, Any]]:
+    """The last collectives of this process, the oldest first."""
+    entries = sorted(_recorded(), key=lambda entry: entry["time_created_ns"])
+    world, told = dist.distributed_c10d._world, []
+    groups = [group for group in world.pg_names if isinstance(group, dist.ProcessGroup)]
+    ranks = {world.pg_names[group]: list(world.pg_group_ranks[group]) for group in groups}
+    for entry in entries[-LAST:]:
+        if entry["is_p2p"]:
+            continue
+        frames = [(each["filename"], each["line"], each["name"]) for each in entry["frames"]]
+        file, line, _ = (of_example(frames) or [("?", 0, "")])[0]
+        shapes, kinds = entry["input_sizes"], entry["input_dtypes"]
+        numbers = [torch.Size(shape).numel() for shape in shapes]
+        sizes = [SIZES.get(kind, 1) for kind in kinds]
+        told.append(
+            {
+                "group": entry["process_group"][0],
+                "ranks": ranks.get(entry["process_group"][0], []),
+                "kind": entry["profiling_name"].partition(":")[2],
+                "number": entry["collective_seq_id"],
+                "shapes": shapes,
+                "bytes": sum(n * size for n, size in zip(numbers, sizes, strict=True)),
+                "file": file,
+                "line": line,
+                "made": entry["time_created_ns"] / 1e9,
+                "done": entry["retired"] or entry["state"] == "completed",
+            }
+        )
+    return told
+
+
+def of_example(frames: Iterable[Frame]) -> list[Frame]:
+    """The frames that are the user's own; if there are none, those of this package.
+
+    Args:
+        frames: the innermost first.
+    """
+    own = [frame for frame in frames if not frame[0].startswith((*LIBRARIES, "<frozen"))]
+    return [frame for frame in own if not frame[0].startswith(OURS)] or own
+
+
+def main_thread(innermost: FrameType | None = None) -> list[Frame]:
+    """Where the main thread is, the innermost frame first."""
+    frame = innermost or sys._current_frames().get(threading.main_thread().ident or 0)
+    frames: list[Frame] = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
+
+
+def busy(seconds: float = 0.05) -> bool:
+    """Whether the main thread uses a core, or waits for one only. Takes `seconds`."""
+    before = _wanted()
+    time.sleep(seconds)
+    return _wanted() - before > seconds / 2
+
+
+def _wanted() -> float:
+    """Seconds in which the main thread ran, or could have."""
+    try:
+        times = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()
+    except OSError:
+        return 0.0
+    return (int(times[0]) + int(times[1])) / 1e9
+
+
+def memory() -> int:
+    """Bytes of memory that this process occupies."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def source(file: str, line: int) -> str:
+    """A line of a program."""
+    return linecache.getline(file, line).strip()

@@ -1,0 +1,122 @@
+"""A run that hangs says which rank waits for which, and in which call; one that does not hang says nothing."""
+
+import inspect
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Programs
+from tests.faults import mistakes
+from tests.machine import here
+from tests.runs import Eventually
+
+TIMEOUT = 4
+SIZES = (2, 3, 4)
+
+
+def line(name: str, mark: str) -> str:
+    """FILE:LINE of a line of a mistake, which a comment marks."""
+    lines, first = inspect.getsourcelines(getattr(mistakes, name))
+    (found,) = (number for number, text in enumerate(lines, first) if text.rstrip().endswith(f"# {mark}"))
+    return f"mistakes.py:{found}"
+
+
+def others(size: int) -> str:
+    return "rank 0" if size == 2 else f"ranks {', '.join(map(str, range(size - 1)))}"
+
+
+# What is said of the last rank R, of the others O (as the subject of a sentence), and of lines.
+SAID = {
+    "extra_collective":
+        r"rank R is in broadcast 4 \(12 B, EXTRA\), O in all_reduce 4 \(2.56 KB, HERE\): "
+        r"rank R makes a call that the others do not make",
+    "branch_around_a_collective":
+        r"rank R is in barrier 7 \(AFTER\), O in all_reduce 7 \(2.56 KB, HERE\): "
+        r"rank R has left out all_reduce at HERE; is it in a branch\?",
+    "uneven_batches":
+        r"rank R is in all_gather 6 \(8 B, AFTER\), O in all_reduce 6 \(2.56 KB, HERE\): "
+        r"rank R has ended the loop at LOOP earlier \(fewer batches\)",
+    "mismatched_shapes":
+        r"the ranks disagree: shape \[64, 10\] on O, \[32, 10\] on rank R, in all_reduce 4 at HERE",
+    "another_order":
+        r"rank R is in broadcast 7 \(12 B, OTHER\), O in all_reduce 7 \(2.56 KB, HERE\): "
+        r"the ranks make these two calls in another order",
+    "endless_loop":
+        r"rank R runs at (LOOP|BODY) called at .*, \d+ s after its last call: a loop without end, or much work; "
+        r"O waits? in all_reduce 4 \(2.56 KB, HERE\)",
+    "stopped":
+        r"rank R is stopped \(by SIGSTOP or a debugger\): kill -CONT \d+ lets it go on; "
+        r"O waits? in all_reduce 4 \(2.56 KB, HERE\)",
+    "slow_loader":
+        r"rank R waits for its data \(loader, \d+ s\); O waits? in all_reduce 4 \(16 B, HERE\)",
+    "two_sends":
+        r"rank 0 in send 1 to rank 1 \(2.56 KB, HERE\), .*rank R in send 1 to rank 0 \(2.56 KB, HERE\): "
+        r"all send, and none receives: each waits for the next",
+}  # fmt: skip
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("name", SAID)
+def test_a_mistake_is_named(programs: Programs, tmp_path: Path, name: str, eventually: Eventually) -> None:
+    """With 2, 3 and 4 ranks: a row for each, and one sentence, at most 2 s after --timeout."""
+    logs = {size: tmp_path / f"log-{size}" for size in SIZES}
+    words = ("-m", "tests.faults.mistakes", name, "--timeout", TIMEOUT, "--nproc")
+    jobs = {size: programs.start(*words, size, log=log) for size, log in logs.items()}
+    limit = here(TIMEOUT + 2)
+    for log in logs.values():
+        eventually(lambda log=log: re.search("^rank  node .*", log.read_text(), re.MULTILINE), 60, "the table")
+        (mistaken,) = re.findall(r"mistake at (\S+)", log.read_text())
+        assert log.stat().st_mtime - float(mistaken) < limit, "or later, when the error is written, too"
+    for size, job in jobs.items():
+        job.wait(here(60))
+        check(name, size, logs[size].read_text())
+
+
+def check(name: str, size: int, said: str) -> None:
+    _, table = re.split("^rank  node .*", said, maxsplit=1, flags=re.MULTILINE)
+    rows, (sentence, *_) = table.splitlines()[1 : size + 1], table.splitlines()[size + 1 :]
+    assert [row.split()[0] for row in rows] == [str(rank) for rank in range(size)], said
+    expected = re.sub(r"\bO\b", others(size), SAID[name]).replace("rank R", f"rank {size - 1}")
+    for mark in re.findall(r"\b(?:HERE|EXTRA|AFTER|LOOP|BODY|OTHER)\b", SAID[name]):
+        expected = expected.replace(mark, line(name, mark))
+    assert re.fullmatch(expected, sentence), said
+    assert said.count("rank  node") == 1, said
+
+
+def test_what_is_no_hang_is_not_called_one(programs: Programs) -> None:
+    """Without set_epoch, every epoch has the same order: nothing waits, and nothing is said."""
+    for size in SIZES:
+        done = programs.run("-m", "tests.faults.mistakes", "missing_set_epoch", "--nproc", size)
+        assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.timed
+def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eventually: Eventually) -> None:
+    """By `common.who` and `common.top`, which read where the ranks are, and by SIGUSR1; then no address is left."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    run = ("-m", "examples.mnist_ddp_spawn", "--nproc", 2, "--epochs", 5000, "--out", out)
+    job = programs.start(*run, log=log)
+    eventually((out / "best.safetensors").exists, 60, "an epoch")
+    eventually(lambda: says(programs, out).endswith("the ranks go on: none hangs\n"), 60, "a healthy run")
+    ranks = programs.run("-m", "common.top", out, "--times", 2).stdout.splitlines()
+    assert [line.split()[0] for line in ranks] == ["rank", "0", "1"] * 2
+    step, loss, speed = ranks[-1].split()[2:5]
+    assert int(step) > 12
+    assert 0 < float(loss) < 3
+    assert float(speed) > 0
+    os.kill(programs.worker(1), signal.SIGSTOP)
+    job.send_signal(signal.SIGUSR1)
+    stopped = r"rank 1 is stopped \(by SIGSTOP or a debugger\): kill -CONT \d+ lets it go on; rank 0 .*"
+    eventually(lambda: re.search(stopped, log.read_text()), 20, "the table in the run's output")
+    assert re.search(stopped, says(programs, out))
+    os.kill(programs.worker(1), signal.SIGCONT)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(here(60)) == 143
+    assert "no run goes on there" in programs.run("-m", "common.who", out, code=2).stderr
+
+
+def says(programs: Programs, out: Path) -> str:
+    return programs.run("-m", "common.who", out).stdout
