@@ -100,7 +100,7 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     run = ("-m", "examples.mnist_ddp_spawn", "--nproc", 2, "--epochs", 5000, "--out", out)
     job = programs.start(*run, log=log)
     eventually((out / "best.safetensors").exists, 60, "an epoch")
-    eventually(lambda: says(programs, out).endswith("the ranks go on: none hangs\n"), 60, "a healthy run")
+    eventually(lambda: says(programs, out).endswith("the run makes progress: no rank hangs\n"), 60, "a healthy run")
     ranks = programs.run("-m", "common.top", out, "--times", 2).stdout.splitlines()
     assert [line.split()[0] for line in ranks] == ["rank", "0", "1"] * 2
     step, loss, speed = ranks[-1].split()[2:5]
@@ -115,7 +115,7 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     os.kill(programs.worker(1), signal.SIGCONT)
     job.send_signal(signal.SIGTERM)
     assert job.wait(here(60)) == 143
-    assert "no run goes on there" in programs.run("-m", "common.who", out, code=2).stderr
+    assert "no run is in progress there" in programs.run("-m", "common.who", out, code=2).stderr
 
 
 def says(programs: Programs, out: Path) -> str:

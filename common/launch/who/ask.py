@@ -29,13 +29,13 @@ class Job:
         """The job whose `--out` is this folder.
 
         Raises:
-            UserError: no run goes on there.
+            UserError: no run is in progress there.
         """
         try:
             return cls(**json.loads((folder / FILE).read_text()))
         except (OSError, ValueError, TypeError):
             raise UserError(
-                f"{folder}: no run goes on there, since there is no {FILE}; give its --out"
+                f"{folder}: no run is in progress there ({FILE} is missing): give a run's --out"
             ) from None
 
     def everybody(self) -> list[State]:

@@ -40,7 +40,7 @@ def _sentence(states: Sequence[State], before: Sequence[State]) -> str:
     ]
     if before and not any("silent" in state for state in states):
         if newest[0] != newest[1]:
-            return "the ranks go on: none hangs"
+            return "the run makes progress: no rank hangs"
         if not newest[0]:
             return "; ".join(f"rank {s['rank']} {doing(s)} at {_line(s)}" for s in states)
     return verdict(states)
