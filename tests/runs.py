@@ -41,6 +41,28 @@ def predictions(out: Path) -> list[list[str]]:
     return list(csv.reader((out / "predictions.csv").read_text().splitlines()))
 
 
+def check_predictions(out: Path, model: Any, *inputs: Any, **more: Any) -> None:
+    """predictions.csv is that of the weights that were kept, with the names of the classes.
+
+    Args:
+        out: what the run has left.
+        model: of the run's architecture; it gets the weights.
+        inputs: the whole test set, and its labels.
+        more: what follows in each row, by its name, and in `forward` how to get logits from model and inputs.
+    """
+    from safetensors.torch import load_file  # with torch, which the smoke tests need not wait for
+
+    file, (*tensors, labels) = out / "best.safetensors", inputs
+    forward = more.pop("forward", lambda: model(*tensors))
+    model.load_state_dict(load_file(file if file.exists() else out / "model" / "model.safetensors"))
+    numbers, best = labels.tolist(), forward().argmax(dim=1).tolist()
+    names = result(out)["class_names"]
+    columns = [range(len(numbers)), numbers, best, [names[n] for n in numbers], [names[n] for n in best]]
+    head = ["index", "label", "prediction", "label_name", "prediction_name", *more]
+    rows = ([str(value) for value in row] for row in zip(*columns, *more.values(), strict=True))
+    assert predictions(out) == [head, *rows]
+
+
 def mutated(folder: Path, *changes: tuple[str, str, str]) -> Path:
     """A copy of the project in which one thing is broken: (file, before, after)."""
     for name in ("common", "examples"):

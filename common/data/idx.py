@@ -5,7 +5,7 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,11 @@ from common.launch.errors import UserError
 
 # mean and standard deviation of the training pixels, scaled to 0..1
 NORMALISATION = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
+
+CLOTHES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,17 @@ class ImageData:
             "dataset": self.name,
             "train_samples": len(self.train),
             "eval_samples": len(self.test),
+            "image_size": self.size,
+            "mean": self.mean,
+            "std": self.std,
         }
+
+    @property
+    def class_names(self) -> list[str]:
+        """Of clothes their names, else the numbers."""
+        if self.name == "fashion-mnist":
+            return list(CLOTHES)
+        return [str(number) for number in range(self.classes)]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -101,7 +116,7 @@ class ImageData:
         return DataLoader(self.test, batch_size, sampler=shard, collate_fn=self.normalise)
 
 
-def image_data(name: str, directory: Path) -> ImageData:
+def image_data(name: str, directory: Path, most: int | None = None) -> ImageData:
     """The dataset that `--dataset` names: digits, mnist, fashion-mnist, or a folder with idx files.
 
     Every rank calls this: one process per node downloads while the others wait.
@@ -109,19 +124,22 @@ def image_data(name: str, directory: Path) -> ImageData:
     Args:
         name: the value of `--dataset`.
         directory: where the files of mnist and fashion-mnist are, or are downloaded to.
+        most: the first of how many samples to train on; by default all.
 
     Raises:
         UserError: there is no such dataset, or its files are missing or damaged.
     """
     if name == "digits":
-        return digits()
-    if name in TORCHVISION:
-        return mnist(directory, name)
-    if Path(name).is_dir():
-        return idx_folder(Path(name))
-    raise UserError(
-        f"--dataset {name}: give digits, {', '.join(TORCHVISION)}, or a folder with idx files"
-    )
+        found = digits()
+    elif name in TORCHVISION:
+        found = mnist(directory, name)
+    elif Path(name).is_dir():
+        found = idx_folder(Path(name))
+    else:
+        raise UserError(
+            f"--dataset {name}: give digits, {', '.join(TORCHVISION)}, or a folder with idx files"
+        )
+    return replace(found, train=Images(found.train.pixels[:most], found.train.labels[:most]))
 
 
 def digits() -> ImageData:

@@ -1,13 +1,14 @@
-"""The flags of programs that train on images. No torch here."""
+"""The flags of programs that train on images, and of those that name them. No torch here."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, at_least
+from common.launch.flags import MAY_CHANGE, Launch, at_least
+from common.train.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class ImageArgs:
     cache: Annotated[Path | None, arg(metavar="FOLDER"), MAY_CHANGE] = None
     """Keep decoded pixels there (several times the size of the JPEGs), for this and other runs."""
     skip_broken: Annotated[bool, MAY_CHANGE] = False
-    """Replace a broken image by the next one, and count it, instead of ending the run."""
+    """Replace a broken image by the next one of its class, and count it, instead of ending."""
     dummy: bool = False
     """Synthetic images, to measure the speed; they can be learned."""
     dummy_images: Annotated[int, arg(metavar="N")] = 480
@@ -48,3 +49,22 @@ class ImageArgs:
     def size(self) -> int:
         """Height and width to which images are cropped, in pixels."""
         return self.image_size or (64 if self.kind == "drawn" else 224)
+
+
+@dataclass(frozen=True)
+class PredictArgs:
+    """What a trained model says about images."""
+
+    images: Annotated[Positional[Path], arg(name="PATH")]
+    """An image, or a folder with images."""
+    weights: Annotated[Path | None, arg(metavar="FILE")] = None
+    """best.safetensors of a training (default: that in runs/NAME)."""
+    out: Annotated[Path, arg(metavar="FILE")] = Path("predictions.csv")
+    """Table for the images of a folder, a row each: file, class, probability."""
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 64
+    """Images at once per process: it changes the speed, not the result."""
+    launch: OmitArgPrefixes[Launch] = Launch()
+    amp: OmitArgPrefixes[Precision] = Precision(precision="fp32", channels_last="no")
+
+    def __post_init__(self) -> None:
+        at_least(1, batch_size=self.batch_size)

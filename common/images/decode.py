@@ -64,7 +64,7 @@ def decode(content: bytes, box: Box) -> Pixels:
     if header is None or header[2] == 4 or DECODER == "Pillow":
         with _opened(content) as image:
             try:
-                whole = np.asarray(image.convert("RGB"))
+                whole = _eight_bits(image)
             except (OSError, SyntaxError, ValueError) as error:
                 raise BrokenImageError(str(error)) from None
         return whole[top : top + rows, left : left + columns]
@@ -75,6 +75,20 @@ def decode(content: bytes, box: Box) -> Pixels:
     if decoded is None:
         raise BrokenImageError("its JPEG data are damaged")
     return np.asarray(decoded)
+
+
+def _eight_bits(image: Image.Image) -> Pixels:
+    """All of an image as RGB. Grey of 16 bits is scaled by its range: Pillow would cut it off.
+
+    Raises:
+        BrokenImageError: pixels of 32 bits, whose range nobody knows.
+    """
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        raise BrokenImageError("its pixels have 32 bits, of unknown range: convert it to 8 or 16")
+    if not image.mode.startswith("I"):
+        return np.asarray(image.convert("RGB"))
+    grey = (np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535  # rounded
+    return np.repeat(grey.astype(np.uint8)[:, :, np.newaxis], 3, axis=2)
 
 
 def _jpeg_header(content: bytes) -> tuple[int, int, int] | None:

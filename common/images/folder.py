@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from common.data.samplers import indices_of
 from common.images.cache import PixelCache
 from common.images.crop import middle, random_crop, resize
 from common.images.decode import Box, BrokenImageError, Pixels, decode, dimensions
+from common.images.find import find_images, readable
 from common.launch.errors import UserError
 
 
@@ -45,11 +45,12 @@ class Batch:
 
 
 class ImageFolder(Dataset[Batch]):
-    """The images of `root/<class>/**` in torchvision's order, without macOS's `._*` companions.
+    """The images of `root/<class>/**`, in torchvision's order (`find_images`).
 
     Attributes:
-        labels: numbers of the classes, [N].
+        labels: numbers of the classes, [N], ascending.
         classes: their names.
+        unused: what lies there and is not used, in words.
         cache: decoded pixels, if any.
 
     Args:
@@ -57,12 +58,12 @@ class ImageFolder(Dataset[Batch]):
         size: height and width of the images in a batch, in pixels.
         training: random crops and flips; otherwise the middle.
         seed: of everything random.
-        skip_broken: replace a broken image by the next one that is not, instead of raising.
+        skip_broken: replace a broken image by the next one of its class, instead of raising.
         cache: decoded pixels.
         classes: the names in the order of their numbers; by default those of the folders, sorted.
 
     Raises:
-        UserError: there is no such folder, or it holds no class, another class, or no image.
+        UserError: as `find_images`.
     """
 
     def __init__(
@@ -77,28 +78,12 @@ class ImageFolder(Dataset[Batch]):
     ) -> None:
         self.root, self.size, self.training, self.seed = root, size, training, seed
         self.skip_broken, self.cache = skip_broken, cache
-        try:
-            here, _ = find_classes(str(root))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(
-                f"{root} must be a folder with one folder of images per class: CLASS/*.jpg"
-            ) from None
-        self.classes = list(classes or here)
-        if unknown := sorted(set(here) - set(self.classes)):
-            raise UserError(
-                f"{root / unknown[0]}: the training set has no such class, "
-                f"it has {', '.join(self.classes[:5])} ..."
-            )
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        found = make_dataset(str(root), numbers, is_valid_file=_is_image, allow_empty=True)
-        if not found:
-            raise UserError(
-                f"{root} holds no image in its {len(here)} folders ({', '.join(IMG_EXTENSIONS)})"
-            )
-        self.labels: NDArray[np.int64] = np.array([label for _, label in found])
+        found = find_images(root, classes)
+        self.classes, self.unused = found.classes, str(found)
+        self.labels: NDArray[np.int64] = np.array(found.labels)
         # An array: forked workers share its memory. The reference counts of a list of strings would
         # be written to, and so copied page by page.
-        self._files = np.array([os.fsencode(os.path.relpath(path, root)) for path, _ in found])
+        self._files = np.array(found.files)
 
     def __len__(self) -> int:
         """Number of images."""
@@ -121,7 +106,7 @@ class ImageFolder(Dataset[Batch]):
     def mistake(self, index: int, error: Exception) -> UserError:
         """What to tell the user about a broken image."""
         return UserError(
-            f"{self.file(index)} cannot be used ({error}): "
+            f"{readable(self.file(index))} cannot be used ({error}): "
             f"remove or replace it, or give --skip-broken"
         )
 
@@ -141,28 +126,30 @@ class ImageFolder(Dataset[Batch]):
             keys: B indices, or for training B pairs (epoch, index).
 
         Raises:
-            UserError: an image is broken; with `skip_broken`, all are.
+            UserError: an image is broken; with `skip_broken`, all of its class are.
         """
         images = np.empty((len(keys), self.size, self.size, 3), np.uint8)  # [B, size, size, 3]
         labels = np.empty(len(keys), np.int64)
         broken: list[str] = []
         for row, key in enumerate(keys):
             epoch, index = key if isinstance(key, tuple) else (0, key)
-            images[row], labels[row] = self._load_or_next(epoch, index, broken)
+            images[row], labels[row] = self._load_or_next(epoch, index, broken), self.labels[index]
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
         return Batch(pixels, torch.from_numpy(labels), indices_of(keys), broken)
 
-    def _load_or_next(self, epoch: int, index: int, broken: list[str]) -> tuple[Pixels, int]:
-        """An image and its label, or those of the first after it that is not broken."""
-        for successor in range(len(self)):
-            chosen = (index + successor) % len(self)
+    def _load_or_next(self, epoch: int, index: int, broken: list[str]) -> Pixels:
+        """An image, or the first after it in its class that is not broken."""
+        first, end = np.searchsorted(self.labels, self.labels[index] + np.array([0, 1])).tolist()
+        for successor in range(end - first):
+            chosen = first + (index - first + successor) % (end - first)
             try:
-                return self._load(epoch, chosen), int(self.labels[chosen])
+                return self._load(epoch, chosen)
             except (BrokenImageError, OSError) as error:
                 if not self.skip_broken:
                     raise self.mistake(chosen, error) from None
-                broken.append(f"{self.file(chosen)} ({error})")
-        raise UserError(f"{self.root}: no image can be read, the last one because of {broken[-1]}")
+                broken.append(f"{readable(self.file(chosen))} ({error})")
+        where = readable(self.root / self.classes[self.labels[index]])
+        raise UserError(f"{where}: no image can be read, the last one because of {broken[-1]}")
 
     def _load(self, epoch: int, index: int) -> Pixels:
         """One image, cropped, resized and flipped: [size, size, 3]."""
@@ -196,11 +183,7 @@ class Labelled(Protocol):
 
 @dataclass(frozen=True)
 class LabelsOnly(Dataset[Batch]):
-    """The samples of a dataset without their pixels, for the stages of a pipeline that see none.
-
-    Of a dataset that replaces broken images (`skip_broken`), these are not the labels: the
-    replacement's come with its pixels.
-    """
+    """The samples of a dataset without their pixels, for the stages of a pipeline that see none."""
 
     images: Labelled
 
@@ -213,8 +196,3 @@ class LabelsOnly(Dataset[Batch]):
         indices = indices_of(keys)
         labels = torch.from_numpy(self.images.labels)[indices]
         return Batch(torch.empty(len(keys), 3, 0, 0, dtype=torch.uint8), labels, indices, [])
-
-
-def _is_image(path: str) -> bool:
-    name = os.path.basename(path)  # noqa: PTH119 - a million times
-    return name.lower().endswith(IMG_EXTENSIONS) and not name.startswith("._")

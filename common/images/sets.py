@@ -8,10 +8,11 @@ from typing import Any
 from common.images.args import ImageArgs
 from common.images.cache import PixelCache, pixel_cache
 from common.images.decode import DECODER, BrokenImageError, Pixels
+from common.images.find import readable
 from common.images.folder import ImageFolder
 from common.images.shapes import drawn_images
 from common.images.synthetic import SyntheticImages
-from common.launch.collectives import print0
+from common.launch.collectives import gather_objects, print0
 from common.launch.device import core_share
 
 Images = ImageFolder | SyntheticImages
@@ -29,6 +30,16 @@ class ImageSets:
     def classes(self) -> list[str]:
         """The names of the classes."""
         return list(self.train.classes)
+
+    @property
+    def class_names(self) -> list[str]:
+        """The same as it can be written."""
+        return [readable(name) for name in self.classes]
+
+    @property
+    def test_columns(self) -> dict[str, list[str]]:
+        """The files to evaluate on, for predictions.csv."""
+        return {"file": [readable(name) for name in self.val.names]}
 
     @property
     def size(self) -> int:
@@ -86,7 +97,12 @@ def load_images(args: ImageArgs, seed: int, out: Path) -> ImageSets:
 
 
 def image_folders(
-    directory: Path, size: int, seed: int, skip_broken: bool = False, cache: Path | None = None
+    directory: Path,
+    size: int,
+    seed: int,
+    skip_broken: bool = False,
+    cache: Path | None = None,
+    augment: bool = True,
 ) -> ImageSets:
     """The images of `directory/train` and `directory/val`.
 
@@ -98,16 +114,19 @@ def image_folders(
         seed: of the crops.
         skip_broken: replace broken images instead of raising.
         cache: folder of decoded pixels, which are added where they are missing.
+        augment: whether training sees random crops, or the middle as evaluation does.
 
     Raises:
         UserError: a folder is missing or empty, or `val` has a class that `train` does not have.
     """
-    train = ImageFolder(directory / "train", size, True, seed, skip_broken)
+    train = ImageFolder(directory / "train", size, augment, seed, skip_broken)
     val = ImageFolder(directory / "val", size, False, 0, skip_broken, classes=train.classes)
-    if cache:
-        for part in (train, val):
+    for part in (train, val):
+        if part.unused:
+            print0(f"{readable(part.root)}: {part.unused}")
+        if cache:
             part.cache = _filled_cache(part, cache)
-    return ImageSets(str(directory), train, val)
+    return ImageSets(readable(directory), train, val)
 
 
 def synthetic_images(count: int, size: int, seed: int) -> ImageSets:
@@ -127,7 +146,10 @@ def _filled_cache(images: ImageFolder, directory: Path) -> PixelCache:
 
     started = time.monotonic()
     cache, decoded = pixel_cache(directory, images.root, images.names, pixels, core_share())
-    seconds = time.monotonic() - started
-    done = f"{decoded} decoded in {seconds:.1f} s by rank 0" if decoded else "all there already"
-    print0(f"cache {cache.folder}: {len(images)} images, {done}")
+    seconds, by_rank = time.monotonic() - started, gather_objects(decoded)
+    done = f"{sum(by_rank)} decoded in {seconds:.1f} s by {len(by_rank)} rank(s)"
+    there = len(images) - sum(by_rank)
+    done += f", {there} there already or by another run" if there and sum(by_rank) else ""
+    done = done if sum(by_rank) else "all there already"
+    print0(f"cache {readable(cache.folder)}: {len(images)} images, {done}")
     return cache

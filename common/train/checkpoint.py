@@ -169,9 +169,12 @@ class Checkpoints:
             if made_with.get(name) != config.get(name)
         ]
         if others:
+            longer = made_with.get("epochs") != config.get("epochs")
             raise UserError(
                 f"checkpoint {found.path} was made with {'; '.join(others)}: "
                 f"give the same flags, or start afresh with another --out"
+                + " (to train longer: from these weights, by --init)"
+                * longer
             )
 
 

@@ -4,7 +4,7 @@ It knows where the run is, counts samples, saves and resumes, stops with the oth
 says at the end what came out. It never calls the model, the loss, backward or the optimizer.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -31,8 +31,8 @@ from common.train.profile import profiling
 from common.train.seed import seed_numpy_and_python
 from common.train.state import Options, TrainState
 from common.train.stop import Stop
-from common.train.summary import greet, show_evaluation, write_result
-from common.train.weights import save_model
+from common.train.summary import about, greet, show_evaluation, write_predictions, write_result
+from common.train.weights import init_model, save_model
 
 
 class Run:
@@ -40,10 +40,11 @@ class Run:
 
     Args:
         args: the flags: `launch`, `amp`, `seed`, `batch_size`, `out`, `resume`,
-            `checkpoint_every`, and, if they are there, `keep` and `profile`.
+            `checkpoint_every`, and, if they are there, `init`, `keep` and `profile`.
         device: of this rank.
         data: `str(data)` says what is trained on; `data.facts` goes into result.json;
-            `data.identity`, if there is one, is compared on resuming.
+            `data.identity`, if there is one, is compared on resuming; `data.class_names` and
+            `data.test_columns`, values of each test sample by name, go into predictions.csv.
         options: see `Options`.
 
     `print0`, `warn` and `scalars` are those of `Log`, `autocast`, `prepare` and `scaler` those of
@@ -93,7 +94,9 @@ class Run:
     def resume(
         self, *, before_save: Callable[[], object] = lambda: None, **parts: Stateful | None
     ) -> None:
-        """Go on from the checkpoint that `--resume` names, if there is one. Every rank calls this.
+        """Go on from the checkpoint of `--resume`, or else from the weights of `--init`, if any.
+
+        Every rank calls this.
 
         Args:
             before_save: called by every rank before the best weights or a checkpoint are written.
@@ -101,7 +104,8 @@ class Run:
                 checked and kept when it is the best, `optimizer`, `scheduler`; None is left out.
 
         Raises:
-            UserError: the checkpoint is damaged, or was made with other flags.
+            UserError: the checkpoint is damaged, or was made with other flags; the weights are of
+                another model.
         """
         args, self._before_save, self._unchecked = self.args, before_save, parts.get("model")
         self.parts = {name: bare(part) for name, part in parts.items() if part is not None}
@@ -113,6 +117,8 @@ class Run:
         if found:
             self.state = TrainState(**found.state["progress"])
             self.print0(f"resumed from {found.path} at step {self.state.step}")
+        elif init := getattr(args, "init", None):
+            init_model(init, self.parts["model"])
         self._log.start(self.state.step, resumed=found is not None)
         self._checkpoints = self._surroundings.enter_context(checkpoints)
         trace = profiling(getattr(args, "profile", 0), self._log, self.device)
@@ -195,9 +201,10 @@ class Run:
         smaller_is_better: bool = False,
         model: nn.Module | None = None,
         save_best: Callable[[], object] | None = None,
-        names: Sequence[str] = (),
     ) -> None:
-        """Show and record the evaluation, keep the best model, save. Every rank calls this.
+        """Show and record the evaluation, keep the best model and its predictions, save.
+
+        Every rank calls this.
 
         Args:
             evaluation: what `evaluate` returns, or metrics by name.
@@ -205,17 +212,18 @@ class Run:
             smaller_is_better: as of an error.
             model: the one to keep in best.safetensors; by default the part of this name.
             save_best: called on rank 0 instead, when the model is the best so far.
-            names: of the test samples, for predictions.csv.
 
         Raises:
             UserError: the model diverged, and nothing of it is saved; the ranks' metrics differ, or
                 `best` is not one of them.
         """
         self._before_save()  # the best weights are of the same parts as the checkpoint
-        show_evaluation(self, self.label, evaluation, names)
+        show_evaluation(self, self.label, evaluation)
         if self.state.improved(best, smaller_is_better) and dist.get_rank() == 0:
-            model = bare(model or self.parts["model"])
-            (save_best or partial(save_model, self.args.out / "best.safetensors", model))()
+            file, model = self.args.out / "best.safetensors", bare(model or self.parts["model"])
+            (save_best or partial(save_model, file, model, about(self)))()
+            if isinstance(evaluation, Evaluation):
+                write_predictions(self, evaluation)
         self.state.epoch, self.state.batch = self.state.epoch + 1, 0
         self._save()
 

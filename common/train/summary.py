@@ -2,6 +2,7 @@
 
 import csv
 import importlib.metadata
+import io
 import json
 import math
 import sys
@@ -70,16 +71,13 @@ def greet(run: "Run") -> None:
     )
 
 
-def show_evaluation(
-    run: "Run", label: str, evaluation: Evaluation | Mapping[str, float], names: Sequence[str] = ()
-) -> None:
-    """Print and record an evaluation, and write predictions.csv. Every rank calls this.
+def show_evaluation(run: "Run", label: str, evaluation: Evaluation | Mapping[str, float]) -> None:
+    """Print and record an evaluation. Every rank calls this.
 
     Args:
         run: whose `state.metrics` become those of the evaluation.
         label: what was evaluated: the epoch.
         evaluation: with predictions, or metrics only.
-        names: of the test samples, if they have names.
 
     Raises:
         UserError: the model diverged, or the ranks' metrics differ.
@@ -88,8 +86,6 @@ def show_evaluation(
     metrics, loss = evaluation, {}
     if isinstance(evaluation, Evaluation):
         metrics, loss = evaluation.metrics, {"loss": evaluation.loss}
-        if log.active:
-            write_predictions(log.out / "predictions.csv", evaluation, names)
     assert isinstance(metrics, Mapping)
     known = {name: value for name, value in metrics.items() if value is not None}
     for name, value in {**loss, **known}.items():
@@ -107,23 +103,39 @@ def show_evaluation(
     run.state.metrics = dict(metrics)
 
 
-def write_predictions(path: Path, evaluation: Evaluation, names: Sequence[str] = ()) -> None:
-    """Write one row per sample of the test set, in dataset order.
+def write_predictions(run: "Run", evaluation: Evaluation) -> None:
+    """Write predictions.csv: a row per sample of the test set, in dataset order. Rank 0 calls this.
 
     Args:
-        path: of the csv file.
+        run: whose data may have `class_names`, and `test_columns` with more about each test sample.
         evaluation: targets and predictions.
-        names: of the samples, if they have names.
 
     Raises:
-        UserError: the disk is full, for example.
+        UserError: the disk is full, for example; the file before stays as it was.
     """
-    targets, predictions = evaluation.targets.tolist(), evaluation.predictions.tolist()
-    columns = [range(len(targets)), targets, predictions, *([names] if names else [])]
-    with writing(path), path.open("w", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["index", "label", "prediction", "file"][: len(columns)])
-        rows.writerows(zip(*columns, strict=True))
+    numbers = {"label": evaluation.targets.tolist(), "prediction": evaluation.predictions.tolist()}
+    columns: dict[str, Sequence[Any]] = {"index": range(len(numbers["label"])), **numbers}
+    if names := class_names(run.data):
+        columns |= {f"{what}_name": [names[n] for n in of] for what, of in numbers.items()}
+    columns |= getattr(run.data, "test_columns", {})
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(columns)
+    rows.writerows(zip(*columns.values(), strict=True))
+    write_atomically(run.meters.log.out / "predictions.csv", text.getvalue().encode())
+
+
+def class_names(data: Any) -> list[str]:
+    """The names of the classes, by their numbers, where the data have names."""
+    return list(getattr(data, "class_names", ()))
+
+
+def about(run: "Run") -> dict[str, str]:
+    """What weights must tell to whoever finds them alone: program, classes, flags, data."""
+    known = {"class_names": class_names(run.data), "arguments": run.config}
+    known |= {"data": getattr(run.data, "facts", {})}
+    words = {name: json.dumps(value) for name, value in known.items()}
+    return {"example": program(run.args), **words}
 
 
 def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
@@ -151,6 +163,7 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
         "backend": backend(),
         "samples_per_second": meters.samples_per_second,
         **getattr(run.data, "facts", {}),
+        "class_names": class_names(run.data),
         "arguments": run.config,
         "epochs": run.num_epochs,
         "steps": run.state.step,

@@ -17,8 +17,11 @@ class TextArgs:
 
     csv: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Reviews to train on, columns label and review (default: those shipped with the example)."""
-    model: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Local folder with a pretrained BERT to fine-tune (default: a small BERT, from scratch)."""
+    columns: Annotated[tuple[str, str], arg(metavar="TEXT LABEL"), MAY_CHANGE] = ("review", "label")
+    """Names of the columns of --csv with the reviews and with the labels."""
+    model: Annotated[Path | None, arg(metavar="DIR", aliases=["--init"])] = None
+    """Folder with a BERT to train on: one that a run has left, or a pretrained one (default: a
+    small BERT, from scratch)."""
     vocab: Annotated[Path | None, arg(metavar="FILE")] = None
     """vocab.txt of a BERT, for the small one (default: the characters of the reviews)."""
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
@@ -50,6 +53,8 @@ class TextArgs:
             )
         small = {"--vocab": self.vocab, "--layers": self.layers, "--hidden": self.hidden}
         given = [flag for flag, value in small.items() if value is not None]
+        if self.columns != ("review", "label") and not self.csv:
+            raise UserError("--columns is for --csv: give both, or none")
         if self.model and given:
             raise UserError(
                 f"{', '.join(given)} with --model: the folder decides that; leave it out"
@@ -180,7 +185,9 @@ class PredictArgs:
     text: str | None = None
     """One review."""
     csv: Annotated[Path | None, arg(metavar="FILE")] = None
-    """Reviews, in a column of that name; other columns are passed on."""
+    """Reviews to predict, in a column `review`; other columns are passed on."""
+    column: Annotated[str, arg(metavar="TEXT")] = "review"
+    """Name of the column of --csv with the reviews."""
     out: Path = Path("predictions.csv")
     """File for the rows of --csv with two columns more: prediction, probability."""
     pipeline: bool = False

@@ -23,6 +23,7 @@ class TextData:
         reviews: all that can be used.
         train: nine tenths of them.
         validation: the rest.
+        test_columns: rows and texts of the rest, for predictions.csv.
         bert: the model, on the CPU.
         tokenizer: makes the tokens.
         model_name: a description of the model.
@@ -31,6 +32,7 @@ class TextData:
     reviews: Reviews
     train: Encoded
     validation: Encoded
+    test_columns: dict[str, list[Any]]
     bert: BertForSequenceClassification
     tokenizer: BertTokenizer
     model_name: str
@@ -44,6 +46,11 @@ class TextData:
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be resumed, besides the flags."""
         return {"reviews": self.reviews.digest}
+
+    @property
+    def class_names(self) -> list[str]:
+        """By their numbers."""
+        return [ID2LABEL[number] for number in sorted(ID2LABEL)]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def load_data(args: TextArgs, seed: int) -> TextData:
     Raises:
         UserError: what `read_reviews` and `prepare` raise; ranks that see other files.
     """
-    reviews = read_reviews(args.csv)
+    reviews = read_reviews(args.csv, args.columns)
     assert_same_on_all_ranks(reviews.digest, "the reviews")
     print0(str(reviews))
     parts = split(reviews, seed)
@@ -84,4 +91,5 @@ def load_data(args: TextArgs, seed: int) -> TextData:
             f"{cut:,} of {len(reviews.texts):,} reviews have more than {args.max_length} tokens "
             f"and lose their ends"
         )
-    return TextData(reviews, train, validation, bert, tokenizer, name)
+    columns = {"row": [reviews.rows[position] for position in parts[1]], "text": texts[1]}
+    return TextData(reviews, train, validation, columns, bert, tokenizer, name)

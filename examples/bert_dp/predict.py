@@ -77,7 +77,7 @@ def predict_file(args: PredictArgs, file: Path, device: torch.device) -> None:
 
     Every rank calls this; rank 0 writes.
     """
-    frame = read_csv(file, "review")
+    frame = read_csv(file, args.column)
     texts = frame["review"].fillna("").str.strip().tolist()
     known = [row for row, text in enumerate(texts) if text]
     names, rows = probabilities(args, [texts[row] for row in known], device)

@@ -1,6 +1,7 @@
 """Reviews from a csv file: read, cleaned, counted, split."""
 
 import hashlib
+import io
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -29,12 +30,14 @@ class Reviews:
         name: where they come from.
         texts: the reviews, none twice.
         labels: 0 (差评) or 1 (好评), one per review.
+        rows: where each review stands in the file, from 1 below the header.
         counts: rows by what was done with them, for the log and result.json.
     """
 
     name: str
     texts: list[str]
     labels: list[int]
+    rows: list[int]
     counts: dict[str, int]
 
     def __str__(self) -> str:
@@ -52,32 +55,37 @@ class Reviews:
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
 
-def read_csv(path: Path, *needed: str) -> pandas.DataFrame:
+def read_csv(path: Path, text: str = "review", label: str | None = None) -> pandas.DataFrame:
     """Read a csv file as text, with or without a byte order mark, LF or CRLF, quoted or not.
 
     Args:
         path: UTF-8 with a header.
-        needed: columns that must be there; their names may differ in case and spaces.
+        text: the column with the reviews; names may differ in case and spaces.
+        label: the column with the labels, if it is needed.
 
     Returns:
-        Its rows in their order; only an empty field is missing ("NA" is text).
+        Its rows in their order, these columns named `review` and `label`; only an empty field is
+        missing ("NA" is text).
 
     Raises:
         UserError: the file is missing, empty, not UTF-8, not a table, or lacks a column.
     """
+    needed = [name.strip().lower() for name in (label, text) if name is not None]
+    content = _utf8(path)
+    if not content.strip():
+        raise UserError(f"{path} is empty; expected a header with {' and '.join(needed)}")
+    header = content.strip().splitlines()[0]
+    for name, separator in (("tabs", "\t"), ("semicolons", ";")):
+        if separator in header and "," not in header:
+            raise UserError(
+                f"{path} has {name} between its columns: write commas, for example by python -c "
+                f"\"import pandas; pandas.read_csv('{path}', sep={separator!r}, dtype=str)"
+                f".to_csv('commas.csv', index=False)\""
+            )
     try:
         frame = pandas.read_csv(
-            path, dtype=str, keep_default_na=False, na_values=[""], encoding="utf-8-sig"
+            io.StringIO(content), dtype=str, keep_default_na=False, na_values=[""]
         )
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    except pandas.errors.EmptyDataError:
-        raise UserError(f"{path} is empty; expected a header with {' and '.join(needed)}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start:,}); "
-            f"convert it, for example with iconv -f GB18030 -t UTF-8"
-        ) from None
     except pandas.errors.ParserError as error:
         reason = str(error).removeprefix("Error tokenizing data. C error: ").strip()
         raise UserError(
@@ -89,16 +97,57 @@ def read_csv(path: Path, *needed: str) -> pandas.DataFrame:
             f"{path} has rows with more fields than the header: a review with a comma needs quotes"
         )
     frame.columns = [str(name).strip().lower() for name in frame.columns]
-    columns = ", ".join(frame.columns)
     if frame.columns.has_duplicates:
-        raise UserError(f"{path} names a column twice; it has {columns}")
-    if missing := [name for name in needed if name not in frame.columns]:
-        raise UserError(f"{path} has no column {' and no '.join(missing)}; it has {columns}")
-    return frame
+        raise UserError(f"{path} names a column twice; it has {', '.join(frame.columns)}")
+    _check_columns(path, list(frame.columns), needed, label is not None)
+    return frame.rename(columns=dict(zip(needed, ("label", "review")[-len(needed) :], strict=True)))
 
 
-def read_reviews(path: Path | None) -> Reviews:
-    """Read labelled reviews.
+def _utf8(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        UserError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        content = path.read_bytes()
+        if b"\0" in content[:100]:  # of the header's letters
+            raise UserError(
+                f"{path} is UTF-16, not UTF-8; "
+                f"convert it, for example with iconv -f UTF-16 -t UTF-8"
+            )
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 ({error.reason} at byte {error.start:,}); "
+            f"convert it, for example with iconv -f GB18030 -t UTF-8"
+        ) from None
+
+
+def _check_columns(path: Path, columns: list[str], needed: list[str], labelled: bool) -> None:
+    """Say what to do about columns that are missing.
+
+    Raises:
+        UserError: one is.
+    """
+    missing = [name for name in needed if name not in columns]
+    if not missing:
+        return
+    first = [number for number, name in enumerate(columns) if name in MEANING]
+    if labelled and len(columns) == 2 and first:  # a label where the columns' names belong
+        header = ",".join(needed if first == [0] else reversed(needed))
+        raise UserError(f"{path} has no header: put one on top, for example by sed -i 1i{header}")
+    flag = "--columns TEXT LABEL" if labelled else "--column TEXT"
+    raise UserError(
+        f"{path} has no column {' and no '.join(missing)}; it has "
+        f"{', '.join(map(shorten, columns))}: say which by {flag}, or name them in its first line"
+    )
+
+
+def read_reviews(path: Path | None, columns: tuple[str, str] = ("review", "label")) -> Reviews:
+    """Read labelled reviews from the columns with texts and labels.
 
     Rows without a review or label are left out, and so are repeated reviews: one in training and in
     validation would make the metrics too good. A review that comes with both labels is left out
@@ -107,7 +156,7 @@ def read_reviews(path: Path | None) -> Reviews:
     Raises:
         UserError: as `read_csv`; a label outside of the set; too few reviews of a class.
     """
-    frame = read_csv(path or SHIPPED, "label", "review")[["label", "review"]]
+    frame = read_csv(path or SHIPPED, *columns)[["label", "review"]]
     rows = len(frame)
     frame = frame.apply(lambda column: column.str.strip()).replace("", None)
     no_review, no_label = frame["review"].isna(), frame["label"].isna()
@@ -130,7 +179,8 @@ def read_reviews(path: Path | None) -> Reviews:
                 f"{rows} row(s): both labels are needed, each at least {FEWEST} times"
             )
     name = path.stem if path else "shipped reviews"
-    return Reviews(name, clear["review"].tolist(), clear["label"].tolist(), counts)
+    numbers = [row + 1 for row in clear.index]
+    return Reviews(name, clear["review"].tolist(), clear["label"].tolist(), numbers, counts)
 
 
 def _numbers(path: Path | None, labels: pandas.Series) -> pandas.Series:

@@ -77,7 +77,7 @@ class TrainerRun(Run):
         shown = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
         self.print0(f"best model: test loss {best.loss:.4f}, {shown}")
         if dist.get_rank() == 0:
-            write_predictions(self.args.out / "predictions.csv", best)
+            write_predictions(self, best)
 
 
 class ReportCallback(TrainerCallback):

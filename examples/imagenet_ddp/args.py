@@ -62,6 +62,8 @@ class Args:
     """Only evaluate the weights that --resume or --pretrained gives."""
     resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), the path of one (-e: or of *.safetensors), or no."""
+    init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
+    """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
     seed: int = 0
     """Seed of parameters, order and crops."""
     find_unused_parameters: Annotated[bool, MAY_CHANGE] = False

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from common.images.loader import eval_loader, warn_of_broken
 from common.images.sets import load_images
@@ -10,7 +11,7 @@ from common.train.checks import check_replicas
 from common.train.evaluate import evaluate
 from common.train.loader import local_batch
 from common.train.run import Run
-from common.train.summary import show_evaluation
+from common.train.summary import show_evaluation, write_predictions
 from common.train.weights import load_model
 from examples.imagenet_ddp.args import Args
 from examples.imagenet_ddp.recipe import build_model
@@ -31,5 +32,7 @@ def evaluate_only(args: Args, device: torch.device) -> None:
         model = run.amp.move(network)
         weights = load_model(args.resume, args.out, model)
         evaluation = evaluate(model, loader, len(data.classes), run.autocast)
-        show_evaluation(run, f"evaluation of {weights}", evaluation, data.val.names)
+        show_evaluation(run, f"evaluation of {weights}", evaluation)
+        if dist.get_rank() == 0:
+            write_predictions(run, evaluation)
         run.finish(parameter_hash=check_replicas(model), skipped_images=warn_of_broken(run, loader))

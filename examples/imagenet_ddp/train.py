@@ -116,7 +116,7 @@ def train(args: Args, device: torch.device) -> None:
                     ema.update_parameters(network)
                 run.log(loss)
             evaluation = evaluate(eval_model, test_loader, len(data.classes), run.autocast)
-            run.end_epoch(evaluation, model=eval_model, names=data.val.names)
+            run.end_epoch(evaluation, model=eval_model)
         run.finish(parameter_hash=check_replicas(eval_model), skipped_images=report_broken())
 
 

@@ -47,6 +47,8 @@ class Args:
     """Folder for everything that the run writes."""
     resume: Annotated[str, MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
+    init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
+    """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     launch: OmitArgPrefixes[Launch] = Launch()

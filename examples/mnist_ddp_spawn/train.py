@@ -62,9 +62,9 @@ def train(args: Args, device: torch.device) -> None:
     """Train and evaluate; every rank runs this with its own share of the data."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)  # any dropout differs; DDP sends rank 0's parameters to all
-    data = image_data(args.dataset, args.data_dir)  # local rank 0 downloads; the others wait
-    epochs = args.epochs or (20 if args.dataset == "digits" else 1)
-    with Run(args, device, data, settings={"epochs": epochs}) as run:
+    # local rank 0 downloads; the others wait
+    data = image_data(args.dataset, args.data_dir, args.most_samples)
+    with Run(args, device, data, **args.options) as run:
         sampler = DistributedSampler(data.train, seed=args.seed)  # rank r: r, r + W, r + 2W, ...
         loader = DataLoader(
             data.train,
@@ -88,11 +88,12 @@ def train(args: Args, device: torch.device) -> None:
             nesterov=args.momentum > 0,
             fused=device.type == "cuda",  # one kernel instead of several per parameter
         )
-        scheduler = OneCycleLR(optimizer, args.lr, epochs * len(loader), cycle_momentum=False)
+        steps = args.num_epochs * len(loader)
+        scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
         run.resume(model=model, optimizer=optimizer, scheduler=scheduler)  # with --resume
         warm_up_buckets(model)  # a resumed run then adds gradients in the same order
 
-        for epoch in run.epochs(epochs):
+        for epoch in run.epochs(args.num_epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
             for images, labels in run.steps(loader):  # [B, 1, H, W], [B]; run keeps the indices
                 # DDP needs all ranks in every step: the sampler pads the epoch's last batch.
@@ -113,7 +114,8 @@ def train(args: Args, device: torch.device) -> None:
                 scheduler.step()
                 run.log(loss)  # kept on the device; one all_reduce per epoch averages them
             # Each rank evaluates its shard; all_gather puts the predictions back in order.
-            evaluation = evaluate(model.module, data.eval_loader(), data.classes, run.autocast)
+            test_loader = data.eval_loader(args.test_batch_size)
+            evaluation = evaluate(model.module, test_loader, data.classes, run.autocast)
             run.end_epoch(evaluation)  # rank 0 writes the checkpoint and the files
         run.finish()
 

@@ -21,8 +21,8 @@ class PipelineArgs:
     """Model."""
     norm: Literal["batch", "group", "frozen"] = "batch"
     """batch: over a micro-batch; group: per sample; frozen: BatchNorm whose statistics stay."""
-    weights: Annotated[Path | None, MAY_CHANGE] = None
-    """Weights of the un-split model to start from (safetensors, names as in torchvision)."""
+    init: Annotated[Path | None, arg(metavar="FILE", aliases=["--weights"]), MAY_CHANGE] = None
+    """Weights of the un-split model to start from, as .safetensors or by torch.save."""
     stages: Annotated[int | None, arg(metavar="P"), MAY_CHANGE] = None
     """Processes of one pipeline (default: all); the others are replicas with other samples."""
     micro_batches: Annotated[int, arg(aliases=["-m"], metavar="M")] = 4
@@ -74,6 +74,8 @@ class Args:
     """Folder with train/CLASS/* and val/CLASS/*; without it, shapes are drawn."""
     image_size: Annotated[int, arg(metavar="PIXELS")] = 32
     """Height and width to which images are cropped."""
+    skip_broken: Annotated[bool, MAY_CHANGE] = False
+    """Replace a broken image by the next one of its class, and count it, instead of ending."""
     images: Annotated[int, arg(metavar="N")] = 480
     """Shapes to draw for training, and half as many for the evaluation."""
     epochs: Annotated[int, arg(metavar="N")] = 6

@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.launch.collectives import print0
 from common.launch.errors import UserError
 from common.train.amp import MixedPrecision
+from common.train.weights import init_model
 from examples.resnet_pipeline.args import PipelineArgs
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.model import PADDING, Stage, blocks, build
@@ -80,9 +78,9 @@ def build_local_stages(
         UserError: flags that do not fit the model.
     """
     owners = stage_owners(args.schedule, grid.pp_size, args.engine)
-    if args.norm == "frozen" and args.weights is None:
+    if args.norm == "frozen" and args.init is None:
         print0(
-            "warning: --norm frozen without --weights: there are no statistics yet, "
+            "warning: --norm frozen without --init: there are no statistics yet, "
             "nothing is normalised"
         )
     sample = amp.move(build(args.arch, classes, args.norm))
@@ -91,8 +89,8 @@ def build_local_stages(
     del sample
     torch.manual_seed(seed)  # the same on all processes
     model = build(args.arch, classes, args.norm)
-    if args.weights is not None:
-        load_weights(model, args.weights)
+    if args.init is not None:
+        init_model(args.init, model)
     row = blocks(model)
     stages = {}
     for index, part in enumerate(partition.ranges):
@@ -145,27 +143,3 @@ def make_pipeline(
 
     count = len(micro_batch_sizes(images[0], args.micro_batches))
     return TorchPipeline(stages, grid, partition, images, count, criterion, args.schedule, timeline)
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Set weights from a safetensors file; BatchNorm's counts of batches may be missing or surplus.
-
-    Raises:
-        UserError: the file cannot be read, or does not fit the model.
-    """
-    try:
-        found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"--weights {path} cannot be read ({error}): give a safetensors file"
-        ) from None
-    own = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    wrong = [name for name in own.keys() ^ found.keys() if not name.endswith("num_batches_tracked")]
-    wrong += [name for name in own.keys() & found.keys() if own[name] != found[name].shape]
-    if wrong:
-        raise UserError(
-            f"--weights {path} does not fit the model, for example {min(wrong)}: "
-            f"check --arch and --norm"
-        )
-    known = {name: tensor for name, tensor in found.items() if name in own}
-    model.load_state_dict(known, strict=False)

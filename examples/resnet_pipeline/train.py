@@ -16,12 +16,14 @@ torch` runs torch.distributed.pipelining.
 
 import os
 import runpy
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
+from common.images.loader import warn_of_broken
 from common.launch.collectives import gather_objects
 from common.launch.device import choose_device
 from common.launch.place import Place
@@ -90,7 +92,8 @@ def train(args: Args, device: torch.device) -> None:
         scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
         full = FullState(local, optimizer, grid)
         parts = {"model": full.model, "optimizer": full.optimizer, "scheduler": scheduler}
-        run.resume(before_save=full.gather, **parts)
+        report_broken = partial(warn_of_broken, run, train_batches, test_batches)
+        run.resume(before_save=lambda: (full.gather(), report_broken()), **parts)
 
         for epoch in run.epochs(args.epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
@@ -108,13 +111,14 @@ def train(args: Args, device: torch.device) -> None:
                 scheduler.step()
                 run.log(loss * grid.pp_size)  # only the last stage's process has it
             evaluation = evaluate(local, grid, test_batches, len(data.classes))
-            run.end_epoch(evaluation, model=full.model.module, names=data.val.names)
+            run.end_epoch(evaluation, model=full.model.module)
 
         for index, stage in local.stages.items():
             check_replicas(stage, part=index)
         facts = flags.facts | {"stages": grid.pp_size, "replicas": grid.dp_size}
         facts["most_kept"] = gather_objects(pipeline.most_kept)
         facts["bubble"] = report_timeline(timeline, args.out, flags.title)
+        facts["skipped_images"] = report_broken()
         run.finish(parameter_hash=full.parameter_hash(), **facts)
 
 

@@ -44,6 +44,7 @@ class Data:
 
     train: TensorDataset
     test: TensorDataset
+    class_names = ("malignant", "benign")  # of labels 0 and 1, for predictions.csv
 
     def __str__(self) -> str:
         """What the run prints at its start."""

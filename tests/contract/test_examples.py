@@ -115,8 +115,12 @@ def test_predictions_are_those_of_the_whole_test_set(trainings: Trainings, examp
         assert not (out / "predictions.csv").exists()
         return
     head, *rows = predictions(out)
-    assert head[:3] == ["index", "label", "prediction"]
+    more = {"imagenet_ddp": ["file"], "resnet_pipeline": ["file"], "bert_dp": ["row", "text"]}
+    assert head == ["index", "label", "prediction", "label_name", "prediction_name", *more.get(example, [])]
+    names = result(out)["class_names"]
+    assert all(row[3:5] == [names[int(row[1])], names[int(row[2])]] for row in rows)
+    assert len(set(names)) > 1
     assert [int(row[0]) for row in rows] == list(range(result(out)["eval_samples"]))
     right = sum(row[1] == row[2] for row in rows)
-    assert result(out)["metrics"]["accuracy"] == pytest.approx(right / len(rows), abs=1e-6)
+    assert result(out)["metrics"]["best_accuracy"] == pytest.approx(right / len(rows), abs=1e-6)
     assert [row[1] for row in rows] == [row[1] for row in predictions(trainings.out(example, 1))[1:]]

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,28 @@ def test_an_odd_csv_is_read_cleaned_and_counted(tmp_path: Path) -> None:
     [
         ("", "is empty; expected a header with label and review"),
         ("label,review\n", r"has 0 usable review\(s\) with the label 0 \(差评\) of 0 row\(s\)"),
-        ("text,stars\n好,1\n", "has no column label and no review; it has text, stars"),
+        (
+            "text,stars\n好,1\n",
+            r"has no column label and no review; it has text, stars: say which by --columns TEXT LABEL, or",
+        ),
+        (
+            ("label,review\n" + rows(10)).replace(",", "\t"),
+            r"has tabs between its columns: write commas, for example by python -c .*sep='\\t', dtype=str\)",
+        ),
+        (
+            ("label,review\n" + rows(10)).replace(",", ";"),
+            r"has semicolons between its columns: write commas, for example by python -c .*sep=';', dtype=str\)",
+        ),
+        (rows(10), "has no header: put one on top, for example by sed -i 1ilabel,review$"),
+        (
+            "".join(f"很好{n},正面\n" for n in range(9)),
+            "has no header: put one on top, for example by sed -i 1ireview,label$",
+        ),
+        (
+            ("label,review\n" + rows(10)).encode("utf-16"),
+            "is UTF-16, not UTF-8; convert it, .*iconv -f UTF-16 -t UTF-8",
+        ),
+        (("label,review\n" + rows(10)).encode("utf-16-le"), "is UTF-16, not UTF-8"),
         (
             "label,review\n" + rows(10, second="1,差"),
             r"0 usable review\(s\) with the label 0 .* both labels are needed",
@@ -136,6 +158,29 @@ def test_a_bad_csv_is_a_users_mistake(tmp_path: Path, content: str | bytes | Non
         written(path, content)
     with pytest.raises(UserError, match=rf"^{re.escape(str(path))}.* {words}"):
         read_reviews(path)
+
+
+def test_columns_of_other_names_are_named(programs: Programs, tmp_path: Path) -> None:
+    """And what the remedies say works: the same reviews come out of a file with tabs, and of one without a header."""
+    table = "id,Comment,Stars\n" + "".join(f"{n},很好{n},1\n{n},很差{n},0\n" for n in range(10))
+    path = written(tmp_path / "other.csv", table)
+    with pytest.raises(UserError, match="it has id, comment, stars: say which by --columns TEXT LABEL"):
+        read_reviews(path)
+    found = read_reviews(path, ("comment", "Stars"))
+    assert (found.texts[:2], found.labels[:2], found.rows[:2]) == (["很好0", "很差0"], [1, 0], [1, 2])
+    tabs = written(tmp_path / "tabs.csv", table.replace(",", "\t"))
+    with pytest.raises(UserError) as error:
+        read_reviews(tabs)
+    code = re.findall('python -c "(.*)"', str(error.value))
+    programs.run("-c", code[0].replace("commas.csv", f"{tmp_path}/commas.csv"))
+    assert read_reviews(tmp_path / "commas.csv", ("comment", "stars")).texts == found.texts
+    bare = written(tmp_path / "bare.csv", rows(10))
+    with pytest.raises(UserError) as error:
+        read_reviews(bare)
+    subprocess.run([*str(error.value).rpartition(" by ")[2].split(), bare], check=True)
+    assert len(read_reviews(bare).texts) == 20
+    done = programs.run(*TRAIN, "--csv", path, "--columns", "comment", "label", "--out", tmp_path / "out", code=2)
+    assert "has no column label; it has id, comment, stars" in done.stderr
 
 
 def test_the_split_is_seeded_and_stratified(real_data: Path) -> None:

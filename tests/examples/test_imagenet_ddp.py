@@ -1,5 +1,6 @@
 """imagenet_ddp against a plain loop, under the command lines of pytorch/examples, torchrun's restarts, and damage."""
 
+import copy
 import json
 import math
 import os
@@ -31,7 +32,18 @@ from examples.imagenet_ddp.recipe import build_model, make_scheduler
 from tests.conftest import ROOT, Programs
 from tests.machine import here
 from tests.make_data import draw_folder
-from tests.runs import NO_GPU, TINY, Eventually, losses, mutated, newest_step, predictions, result, tiny_imagenet
+from tests.runs import (
+    NO_GPU,
+    TINY,
+    Eventually,
+    check_predictions,
+    losses,
+    mutated,
+    newest_step,
+    predictions,
+    result,
+    tiny_imagenet,
+)
 
 TRAIN = ("-m", "examples.imagenet_ddp")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -119,9 +131,7 @@ def test_ranks_equal_a_plain_loop(undisturbed: dict[int, Path], folder: Path, re
     metrics = classification_metrics(scores.topk(3).indices, labels, 3, scores)
     assert found["metrics"] | {"best_accuracy": 0} == metrics | {"best_accuracy": 0}
     assert found["metrics"]["accuracy"] > 0.8
-    rows = zip(range(23), labels.tolist(), scores.argmax(dim=1).tolist(), val.names, strict=True)
-    header = ["index", "label", "prediction", "file"]
-    assert predictions(out) == [header, *([str(x) for x in row] for row in rows)]
+    check_predictions(out, copy.deepcopy(model), images, labels, file=val.names)
     assert (found["world_size"], found["steps"], found["train_samples"], found["eval_samples"]) == (nproc, 45, 101, 23)
 
 
@@ -288,8 +298,8 @@ def test_evaluation_alone(programs: Programs, tmp_path: Path, tiny: Path, folder
     assert found["parameter_hash"] == trained["parameter_hash"]
     assert found["metrics"] | {"best_accuracy": 0} == trained["metrics"] | {"best_accuracy": 0}
     assert "evaluation of " in done.stdout
-    assert predictions(tmp_path / "evaluation") == predictions(tmp_path)
     programs.run(*flags, "-e", "--resume", tmp_path / "best.safetensors", cwd=tiny)
+    assert predictions(tmp_path / "evaluation") == predictions(tmp_path)
     assert result(tmp_path / "evaluation")["metrics"]["accuracy"] == trained["metrics"]["best_accuracy"]
     now = [(path, path.stat().st_mtime) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(entry for entry in now if "evaluation" not in entry[0].parts) == before, "the run's own files stay"

@@ -1,5 +1,6 @@
 """mnist_dataparallel against a plain loop, against one device, and against what breaks it."""
 
+import copy
 import os
 import re
 import signal
@@ -33,7 +34,7 @@ from tests.conftest import Programs
 from tests.examples.test_mnist_ddp_spawn import plain_loop
 from tests.machine import here
 from tests.make_data import write_idx
-from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, predictions, result
+from tests.runs import NO_GPU, Eventually, Result, check_predictions, losses, mutated, newest_step, result
 
 TRAIN = ("-m", "examples.mnist_dataparallel")
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -318,8 +319,7 @@ def check(out: Path, small: Path, reference: tuple[DigitNet, list[float]]) -> No
         scores = model(images).softmax(dim=1)
     expected = classification_metrics(scores.topk(5).indices, labels, 10, scores)
     assert result(out)["metrics"] | {"best_accuracy": 0} == expected | {"best_accuracy": 0}
-    rows = zip(range(101), labels.tolist(), scores.argmax(dim=1).tolist(), strict=True)
-    assert predictions(out) == [["index", "label", "prediction"], *([str(x) for x in row] for row in rows)]
+    check_predictions(out, copy.deepcopy(model), images, labels)
     state = torch.load(max((out / "checkpoints").glob("step-*.pt")), weights_only=True)["model"]
     for name, value in model.state_dict().items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)

@@ -255,7 +255,7 @@ def test_a_lost_stage_is_named_and_ends_all(
         (["--cuts", "layer9.0"], "--cuts layer9.0: no block of this name; a stage may begin with layer1"),
         (["--cuts", "layer1.0", "layer2.0"], r"--cuts: 1 stages need 0 cut\(s\), 2 were given"),
         (["--dataset", "nowhere"], "nowhere/train must be a folder with one folder of images per class"),
-        (["--weights", "nowhere"], "--weights nowhere cannot be read"),
+        (["--weights", "nowhere"], "nowhere cannot be read as weights"),
         (["-b", 3, "-m", 3], "BatchNorm cannot normalise over one value"),
         (["--nproc", 2, "--engine", "torch", "-m", 1], "--engine torch --schedule 1f1b --micro-batches 1"),
     ],

@@ -55,11 +55,11 @@ class Digits:
         pixels, labels = batch
         return pixels.float().sub_(255 * self.mean).div_(255 * self.std), labels
 
-    def eval_loader(self) -> Any:
-        return DataLoader(self.test, 1000, collate_fn=self.normalise)
+    def eval_loader(self, batch_size: int = 1000) -> Any:
+        return DataLoader(self.test, batch_size, collate_fn=self.normalise)
 
 
-def image_data(name: str, folder: Path) -> Digits:
+def image_data(name: str, folder: Path, most: int | None = None) -> Digits:
     return Digits(FOLDER / "data.pt")
 
 
@@ -160,5 +160,5 @@ def nothing(*_: Any, **__: Any) -> str:
     return ""
 
 
-check_replicas = check_smallest_batch = warn_of_broken = evaluate_only = warn = parameter_hash = nothing
+check_replicas = check_smallest_batch = warn_of_broken = evaluate_only = init_model = warn = parameter_hash = nothing
 current = local_rank0_first = report_timeline = nothing

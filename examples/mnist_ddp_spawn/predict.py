@@ -1,0 +1,39 @@
+"""mnist_ddp_spawn: what a trained model says about an image, or about every image of a folder.
+
+    python -m examples.mnist_ddp_spawn.predict digit.png
+    python -m examples.mnist_ddp_spawn.predict FOLDER --out predictions.csv  # a row each
+    torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn.predict FOLDER
+
+The model is that of --weights, by default the one in runs/mnist_ddp_spawn.
+Images become grey and as large as those that it was trained on: white on black, as MNIST's.
+"""
+
+from torch import nn
+
+from common.data.models import DigitNet
+from common.images.args import PredictArgs
+from common.images.predict import Trained, predict
+from common.launch.args import start
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.spawn import launch
+
+
+def build(trained: Trained) -> nn.Module:
+    """The model that was trained."""
+    return DigitNet(trained.size, len(trained.class_names))
+
+
+def main(place: Place, args: PredictArgs) -> None:
+    """Start a process per rank."""
+    launch(main_worker, place, args)
+
+
+@record
+def main_worker(local_rank: int, place: Place, args: PredictArgs) -> None:
+    """One process of the job."""
+    predict(local_rank, place, args, build)
+
+
+if __name__ == "__main__":
+    start(PredictArgs, "examples.mnist_ddp_spawn.predict:main")

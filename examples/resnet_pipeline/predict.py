@@ -1,0 +1,40 @@
+"""resnet_pipeline: what a trained model says about an image, or about every image of a folder.
+
+    python -m examples.resnet_pipeline.predict photo.jpg
+    python -m examples.resnet_pipeline.predict FOLDER --out predictions.csv  # a row each
+    torchrun --nproc-per-node 2 -m examples.resnet_pipeline.predict FOLDER
+
+The model is that of --weights, by default the one in runs/resnet_pipeline. It is
+whole: no stage of it is on another process.
+"""
+
+from torch import nn
+
+from common.images.args import PredictArgs
+from common.images.predict import Trained, predict
+from common.launch.args import start
+from common.launch.place import Place
+from common.launch.record import record
+from common.launch.spawn import launch
+from examples.resnet_pipeline.model import build as build_resnet
+
+
+def build(trained: Trained) -> nn.Module:
+    """The model that was trained."""
+    flags = trained.arguments
+    return build_resnet(flags["arch"], len(trained.class_names), flags["norm"])
+
+
+def main(place: Place, args: PredictArgs) -> None:
+    """Start a process per rank."""
+    launch(main_worker, place, args)
+
+
+@record
+def main_worker(local_rank: int, place: Place, args: PredictArgs) -> None:
+    """One process of the job."""
+    predict(local_rank, place, args, build)
+
+
+if __name__ == "__main__":
+    start(PredictArgs, "examples.resnet_pipeline.predict:main")

@@ -1,0 +1,19 @@
+"""What the tests of common share: a process group."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.launch.rendezvous import JOB
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one process, in this one."""
+    threads = torch.get_num_threads()
+    dist.init_process_group("gloo", init_method=JOB)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
