@@ -5,9 +5,11 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.launch.who.verdict import verdict
 from tests.conftest import Programs
 from tests.faults import mistakes
 from tests.machine import here
@@ -91,6 +93,63 @@ def test_what_is_no_hang_is_not_called_one(programs: Programs) -> None:
     for size in SIZES:
         done = programs.run("-m", "tests.faults.mistakes", "missing_set_epoch", "--nproc", size)
         assert (done.stdout, done.stderr) == ("", "")
+
+
+def call(kind: str, number: int, done: bool = False, **more: Any) -> dict[str, Any]:
+    about = {"group": "0", "ranks": [0, 1], "shapes": [[10]], "bytes": 2e6, "file": "/x/train.py", "line": 61}
+    return about | {"kind": kind, "number": number, "done": done, "made": 100.0 + number} | more
+
+
+def rank(number: int, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
+    state = {"rank": number, "now": 110.0, "loads": False, "busy": False, "where": [], "code": "", "calls": [*calls]}
+    return state | more
+
+
+@pytest.mark.parametrize(
+    ("states", "sentence"),
+    [
+        (
+            [
+                rank(0, call("all_reduce", 1, done=True), call("all_reduce", 2)),
+                rank(1, call("all_reduce", 1)),
+            ],
+            "rank 1 is in all_reduce 1 (2 MB, train.py:61), rank 0 in all_reduce 2 (2 MB, train.py:61): "
+            "rank 1 is 1 call behind",
+        ),
+        (
+            [rank(0, call("recv", 4, peer=1)), rank(1, call("recv", 4, peer=0))],
+            "rank 0 in recv 4 from rank 1 (2 MB, train.py:61), rank 1 in recv 4 from rank 0 (2 MB, train.py:61): "
+            "all receive, and none sends: each waits for the next",
+        ),
+        (
+            [rank(0, call("recv", 4, peer=1)), rank(1, call("all_reduce", 9))],
+            "rank 0 is in recv 4 from rank 1 (2 MB, train.py:61), which is in all_reduce 9 (2 MB, train.py:61)",
+        ),
+        (
+            [rank(0, call("all_reduce", 3)), rank(1, silent="no answer")],
+            "rank 1 gives no answer: look at the machine, and at the network to it; "
+            "rank 0 waits in all_reduce 3 (2 MB, train.py:61)",
+        ),
+        (
+            [rank(0, call("all_reduce", 3)), rank(1, call("all_reduce", 3))],
+            "all ranks are in all_reduce 3 (2 MB, train.py:61): it is slow, or the network between them is",
+        ),
+    ],
+)
+def test_what_is_wrong_follows_from_the_answers(states: list[dict[str, Any]], sentence: str) -> None:
+    assert verdict(states) == sentence
+
+
+def test_without_torchs_recorder_no_call_is_guessed(programs: Programs) -> None:
+    env = {"TORCH_FR_BUFFER_SIZE": "0"}
+    done = programs.run(
+        "-m", "tests.faults.mistakes", "extra_collective", "--nproc", 2, "--timeout", 3, env=env, code=1
+    )
+    assert re.search(
+        r"^no call is known \(before the first one, or torch does not record them\): "
+        r"rank 0 at mistakes.py:\d+ called at .*, rank 1 at mistakes.py:\d+ called at ",
+        done.stderr, re.MULTILINE,
+    ), done.stderr  # fmt: skip
 
 
 @pytest.mark.timed

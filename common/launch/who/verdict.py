@@ -19,6 +19,9 @@ def verdict(states: Sequence[State]) -> str:
     tasks = {state["rank"]: doing(state) for state in states}
     calling = [state for state in states if tasks[state["rank"]] == "call"]
     waiting = f"; {_waiting(calling)}" if calling else ""
+    if not any(state["calls"] or "silent" in state for state in states):
+        where = ", ".join(f"rank {state['rank']} at {_at(state)}" for state in states)
+        return f"no call is known (before the first one, or torch does not record them): {where}"
     for task, say in _ABSENT.items():
         found = [state for state in states if tasks[state["rank"]] == task]
         if found:
@@ -35,6 +38,10 @@ def _at(state: State) -> str:
         return "an unknown line"
     lines = [place(*frame[:2]) for frame in state["where"][:2]]
     return " called at ".join(lines)
+
+
+def _after(state: State) -> str:
+    return f"{idle(state):.0f} s after its last call" if state["calls"] else "before its first call"
 
 
 _ABSENT: dict[str, Callable[[Sequence[State]], str]] = {
@@ -60,14 +67,13 @@ _ABSENT: dict[str, Callable[[Sequence[State]], str]] = {
     ),
     "runs": _each(
         lambda state: (
-            f"rank {state['rank']} runs at {_at(state)}, {idle(state):.0f} s after its last call: "
+            f"rank {state['rank']} runs at {_at(state)}, {_after(state)}: "
             f"a loop without end, or much work"
         )
     ),
     "waits": _each(
         lambda state: (
-            f"rank {state['rank']} waits at {_at(state)}, {idle(state):.0f} s after its last call, "
-            f"and not for another rank"
+            f"rank {state['rank']} waits outside of any call, at {_at(state)}, {_after(state)}"
         )
     ),
 }
