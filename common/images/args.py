@@ -7,7 +7,7 @@ from typing import Annotated
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, at_least
+from common.launch.flags import MAY_CHANGE, Launch, MustExist, at_least
 from common.train.precision import Precision
 
 
@@ -19,7 +19,7 @@ class ImageArgs:
     (`ImageSets.identity`); a run that a broken image has ended may go on with --skip-broken.
     """
 
-    directory: Annotated[Positional[Path | None], arg(name="DIR"), MAY_CHANGE] = None
+    directory: Annotated[Positional[Path | None], arg(name="DIR"), MustExist(), MAY_CHANGE] = None
     """Folder with train/CLASS/* and val/CLASS/*; without it, shapes are drawn."""
     image_size: Annotated[int | None, arg(metavar="PIXELS"), MAY_CHANGE] = None
     """Height and width to which images are cropped (default: 224; 64 for drawn images)."""

@@ -19,13 +19,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 
+from common.launch.config import config_file, config_words, save_config
+from common.launch.early import announce, judge
 from common.launch.errors import UserError, note
 from common.launch.flags import Launch
 from common.launch.resolve import resolve
+from common.launch.usage import help_text, wrong_value
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 # DistributedDataParallel imports torch._dynamo, another second, when it wraps a model.
@@ -63,7 +67,7 @@ def start(cls: type[HasLaunch], target: str, preload: Sequence[str] = ()) -> NoR
     gc.set_threshold(100_000, 50, 50)
     # A stop during imports needs no traceback. Not sys.exit: Python's compiler drops it.
     for signum in STOPPING:
-        signal.signal(signum, lambda number, _: os._exit(128 + number))
+        signal.signal(signum, _stop_at_once)
     try:
         _run(cls, *target.split(":"), preload)
         outcome["code"] = 0
@@ -72,13 +76,21 @@ def start(cls: type[HasLaunch], target: str, preload: Sequence[str] = ()) -> NoR
     sys.exit(outcome["code"])
 
 
+def _stop_at_once(signum: int, _: FrameType | None) -> None:
+    if may_speak(os.environ):  # not print: the signal may have come in the middle of one
+        line = f"stopped by {signal.Signals(signum).name}: outside of training, nothing to save\n"
+        os.write(2, line.encode())
+    os._exit(128 + signum)
+
+
 def _leave(outcome: dict[str, int]) -> None:
     """End this process now that all else is done.
 
     Taking the interpreter down frees a million objects one by one, which takes 2 s.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody reads any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(outcome["code"])
 
 
@@ -87,8 +99,13 @@ def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -
     args: Any = parse(cls, description=_docstring(module), command=command)
     try:
         place = resolve(args.launch, os.environ, _cuda_devices)
+        judge(args, place)
+        if place.rank == 0 and getattr(args, "watch", None) and args.watch.save_config:
+            save_config(args, args.watch.save_config)
     except UserError as error:
         fail(error)
+    if hasattr(args, "epochs"):
+        announce(place)
     if not place.launched:
         # `python -m examples.NAME.train`: workers run their main module again, and say so if it
         # has been imported before.
@@ -112,6 +129,7 @@ def _docstring(module: str) -> str | None:
 
 def _cuda_devices() -> int:
     """The CUDA devices of this machine."""
+    print("looking for CUDA devices ...", file=sys.stderr, flush=True)
     import torch  # seconds, which only --multiprocessing-distributed and PET_* have to pay here
 
     return torch.cuda.device_count()
@@ -150,22 +168,53 @@ def parse(
         SystemExit: code 2 with one line on standard error (from one process only, when a launcher
             started several), code 0 after `--help`.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = command or f"python -m {getattr(sys.modules['__main__'].__spec__, 'name', '...')}"
+    try:
+        file, default = config_file(words) if hasattr(cls, "watch") else None, None
+        if file:
+            default = _read(cls, config_words(cls, file), f"--config {file}: ")
+        if {"-h", "--help"} & set(words):
+            _show(help_text(cls, command, description or cls.__doc__ or "", default))
+            raise SystemExit(0)
+        return _read(cls, words, default=default)
+    except UserError as error:
+        fail(error)
+
+
+def _read(cls: type[Args], words: Sequence[str], where: str = "", default: Any = None) -> Args:
+    """The flags that words come to.
+
+    Args:
+        cls: the dataclass.
+        words: as typed.
+        where: they stand, for the error.
+        default: an instance with the values that are taken where a flag is not given.
+
+    Raises:
+        UserError: a flag or its value is wrong.
+    """
     captured = io.StringIO()
+    given = {} if default is None else {"default": default}
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(
-                cls,
-                prog=command,
-                args=argv,
-                description=description,
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
+            return tyro.cli(cls, args=words, config=(tyro.conf.FlagCreatePairsOff,), **given)
     except UserError as error:  # raised by the __post_init__ of the dataclasses
-        fail(error)
+        raise UserError(f"{where}{error}") from None
     except SystemExit as stop:
-        if stop.code != 0:
-            fail(UserError(f"{one_line(captured.getvalue())} (--help lists the flags)"))
-        raise
+        if stop.code == 0:  # it has printed a shell's completion
+            raise
+        mistake = wrong_value(cls, words) or one_line(captured.getvalue())
+        raise UserError(f"{where}{mistake} (--help lists the flags)") from None
+
+
+def _show(text: str) -> None:
+    """Print; whoever reads it may have seen enough (`| head`)."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def fail(error: UserError) -> NoReturn:

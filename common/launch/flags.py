@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from tyro.conf import arg
@@ -15,6 +16,25 @@ MAY_CHANGE = "may change"
 
 
 @dataclass(frozen=True)
+class MustExist:
+    """In a flag's `Annotated`: it names a file or folder, which must be there.
+
+    Attributes:
+        names: what may be given in place of a path.
+        remedy: what to do, in words.
+    """
+
+    names: tuple[str, ...] = ()
+    remedy: str = "give the path of one that is there"
+
+
+IDX = MustExist(
+    ("digits", "mnist", "fashion-mnist"),
+    "give digits, mnist, fashion-mnist, or a folder with idx files",
+)
+
+
+@dataclass(frozen=True)
 class Launch:
     """Processes: who starts them, and how they find each other."""
 
@@ -23,9 +43,9 @@ class Launch:
     multiprocessing_distributed: Annotated[bool, MAY_CHANGE] = False
     """Start one process per device of this machine (on a CPU: one)."""
     world_size: Annotated[int, arg(metavar="NODES"), MAY_CHANGE] = -1
-    """Nodes in the job, each started by hand with the same --dist-url (-1: WORLD_SIZE, else 1)."""
+    """Nodes, each started by hand with the same --dist-url (default: WORLD_SIZE, else 1)."""
     rank: Annotated[int, arg(metavar="NODE"), MAY_CHANGE] = -1
-    """Number of this node, from 0 (-1: from RANK, else 0)."""
+    """Number of this node, from 0 (default: RANK, else 0)."""
     dist_url: Annotated[str | None, arg(metavar="URL"), MAY_CHANGE] = None
     """Where nodes meet: tcp://HOST:PORT of node 0, or env:// for MASTER_ADDR and MASTER_PORT."""
     dist_backend: Annotated[Literal["auto", "nccl", "gloo"], MAY_CHANGE] = "auto"
@@ -71,6 +91,26 @@ class Launch:
     def patience(self) -> timedelta:
         """The longest wait for another process: what `init_process_group` takes as `timeout`."""
         return timedelta(seconds=self.timeout)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Watching and repeating a run."""
+
+    config: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
+    """Take flags from this YAML or JSON file, or from the result.json of a run; flags that are
+    typed win."""
+    save_config: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
+    """Write the flags of this run to this YAML file."""
+    track: Annotated[Literal["no", "wandb", "mlflow"], MAY_CHANGE] = "no"
+    """Send what metrics.jsonl holds to Weights & Biases or MLflow, too."""
+    limit_steps: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 0
+    """End after this many optimizer steps, as a trial; 0 trains to the end."""
+    profile: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 0
+    """Record a trace of this many steps."""
+
+    def __post_init__(self) -> None:
+        at_least(0, limit_steps=self.limit_steps, profile=self.profile)
 
 
 def at_least(least: int, **values: float | None) -> None:

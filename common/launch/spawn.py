@@ -23,6 +23,7 @@ from common.launch.rendezvous import listen
 
 # Seconds that workers get to finish a step and save after a signal; torchrun obeys the same.
 GRACE = float(os.environ.get("PET_SHUTDOWN_TIMEOUT", 30))
+TWICE = 1.0  # seconds: a signal that comes again so soon is the same wish
 
 
 def launch(worker: Callable[[int, Place, Any], None], place: Place, args: object) -> None:
@@ -126,7 +127,10 @@ class _Watch:
         return self._meaning()
 
     def _pass_on(self, signum: int, _: FrameType | None) -> None:
-        self.asked.append(time.monotonic())
+        now = time.monotonic()
+        if self.asked and now - self.asked[0] < TWICE:
+            return
+        self.asked.append(now)
         self.first = self.first or signum
         for process in self.context.processes:
             if process.is_alive():  # the second signal does not wait for a checkpoint
@@ -174,6 +178,11 @@ class _Watch:
             return 0
         local_rank, code = self.failed
         if code < 0:
+            if len(self.asked) > 1:
+                complain(
+                    f"ended by the second {signal.Signals(self.first).name}, without waiting for a "
+                    f"checkpoint: what was saved is the last one; go on with --resume auto"
+                )
             return 128 + self.first if self.asked else 1
         unreported = Path(self.context.error_files[local_rank])  # an exception outside of `record`
         if unreported.exists():

@@ -33,8 +33,8 @@ class Evaluation:
     """What a model makes of a whole set, the same on all ranks.
 
     Attributes:
-        metrics: accuracy, top5 (both as shares), precision, recall, F1, AUC; see
-            `classification_metrics`.
+        metrics: accuracy, precision, recall, F1, AUC, and top5 where there are more than ten
+            classes; see `classification_metrics`.
         loss: mean cross-entropy.
         targets: labels, [N], in dataset order.
         predictions: the most probable classes, [N].
@@ -145,7 +145,7 @@ def classification_metrics(
     hits = top == targets.unsqueeze(1)
     return {
         "accuracy": round(float(hits[:, 0].double().mean()), 6),
-        "top5": round(float(hits.any(dim=1).double().mean()), 6),
+        **({"top5": round(float(hits.any(dim=1).double().mean()), 6)} if classes > 10 else {}),
         "precision": round(float(precision), 6),
         "recall": round(float(recall), 6),
         "f1": round(float(f1), 6),

@@ -7,6 +7,12 @@ from pathlib import Path
 
 from common.launch.errors import UserError
 
+# What a run leaves in its folder, beside checkpoints.
+RESULTS = (
+    *("result.json", "metrics.jsonl", "curves.png", "predictions.csv", "best.safetensors"),
+    *("tensorboard", "trace.json", "timeline.png", "samples", "samples.png", "model"),
+)
+
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file so that after a crash at any moment it is whole, or as it was before.
@@ -55,6 +61,27 @@ def unwritable(path: Path, reason: str | None, needed: int) -> UserError:
     folder = next((folder for folder in path.parents if folder.exists()), Path())
     free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     return UserError(f"{path} cannot be written ({reason}): {needed:,} bytes needed, {free:,} free")
+
+
+def set_aside(out: Path) -> Path | None:
+    """Move the results of an earlier run out of the way of a new one in the same folder.
+
+    Returns:
+        The folder that they are in now; None if there were none.
+    """
+    found = [out / name for name in RESULTS if (out / name).exists()]
+    if not any(
+        path.name in ("result.json", "metrics.jsonl") and path.stat().st_size for path in found
+    ):
+        return None
+    number = 1
+    while (aside := out / f"results.{number}").exists():
+        number += 1
+    with writing(aside):
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+    return aside
 
 
 def check_writable(folder: Path, flag: str) -> None:

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from tqdm import tqdm
 
 from common.launch.errors import UserError
-from common.train.files import write_atomically, writing
-
-Point = tuple[int, dict[str, float]]
+from common.train.curves import Point
+from common.train.files import set_aside, write_atomically, writing
+from common.train.track import Tracker
 
 
 class Log:
-    """Console, progress bar, metrics.jsonl and TensorBoard events.
+    """Console, progress bar, metrics.jsonl, TensorBoard events, and a tracker.
 
     Args:
         out: the run's folder.
@@ -34,7 +34,10 @@ class Log:
         self.active = active
         self.points: list[Point] = []  # all of the run, for the curves
         self._unwritten: list[Point] = []  # not yet in metrics.jsonl
-        self._for_tensorboard: list[Point] = []  # not yet in the events
+        self._for_tensorboard: list[Point] = []  # not yet in TensorBoard's events, nor sent
+        self.tracker = Tracker(self.warn)
+        self._bar: tqdm | None = None
+        self._loss_shown = 0.0  # when
         name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}"
         self._events: Path | None = out / "tensorboard" / name  # None: the disk took no more
 
@@ -51,22 +54,37 @@ class Log:
             line = f"warning: {line}"
             tqdm.write(f"\033[1;33m{line}\033[0m" if colour else line, file=sys.stderr)
 
-    def bar(self, label: str, total: int, done: int) -> tqdm:
-        """A progress bar on rank 0's terminal; hidden where the output is not a terminal.
+    def bar(self, label: str, total: int, done: int) -> None:
+        """Show a progress bar of the whole run on rank 0's terminal; none where there is none.
 
         Args:
-            label: what it says.
-            total: steps in the epoch.
-            done: those of the run that this one resumes.
+            label: what it says: the epoch.
+            total: steps of the run.
+            done: those that are done.
         """
-        hidden = None if self.active else True  # None: tqdm asks whether there is a terminal
-        return tqdm(None, label, total, initial=done, disable=hidden, leave=False, unit="step")
+        if self._bar is None:
+            hidden = None if self.active else True  # None: tqdm asks whether there is a terminal
+            self._bar = tqdm(
+                None, label, total, initial=done, disable=hidden, leave=False, unit="step"
+            )
+        self._bar.set_description_str(label, refresh=False)
+
+    def advance(self, loss: Callable[[], float | None]) -> None:
+        """Move the bar by a step. The loss is read once a second: the device must be waited for."""
+        if self._bar is None or self._bar.disable:
+            return
+        if time.monotonic() - self._loss_shown > 1 and (latest := loss()) is not None:
+            self._bar.set_postfix_str(f"loss {latest:.3g}", refresh=False)
+            self._loss_shown = time.monotonic()
+        self._bar.update()
 
     def start(self, step: int, resumed: bool) -> None:
         """Start the curves, or go on with those of the run that is resumed, up to its step."""
         if not self.active:
             return
         file = self.out / "metrics.jsonl"
+        if not resumed and (aside := set_aside(self.out)):
+            self.print0(f"results of an earlier run were moved to {aside}")
         self.points = [point for point in _points(file) if point[0] <= step] if resumed else []
         write_atomically(file, "".join(_line(*point) for point in self.points).encode())
         (self.out / "result.json").unlink(missing_ok=True)  # an earlier run's: this one may fail
@@ -97,29 +115,35 @@ class Log:
             self._unwritten = []
 
     def write_events(self) -> None:
-        """Write what is in metrics.jsonl to TensorBoard's events; a full disk ends them, no run.
+        """Write what is in metrics.jsonl to TensorBoard's events, and send it to the tracker.
+
+        A full disk ends the events, not the run.
 
         Not by SummaryWriter: its thread would print a traceback on a full disk.
         """
-        if not self._for_tensorboard or self._events is None:
+        points, self._for_tensorboard = self._for_tensorboard, []
+        self.tracker.log(points)
+        if not points or self._events is None:
             return
         try:
             self._events.parent.mkdir(exist_ok=True)
             with self._events.open("ab") as file:
-                file.write(_records(self._for_tensorboard, first=file.tell() == 0))
+                file.write(_records(points, first=file.tell() == 0))
         except OSError as error:
             self.warn(
                 f"{self._events.parent} cannot be written ({error.strerror}): "
                 f"TensorBoard's events end here; metrics.jsonl has them all"
             )
             self._events = None
-        self._for_tensorboard = []
 
     def close(self, error: BaseException | None) -> None:
         """Write what is left. After an error, the error is what counts, not a full disk."""
+        if self._bar is not None:
+            self._bar.close()
         with suppress(*(UserError,) * (error is not None)):
             self.write_lines()
             self.write_events()
+        self.tracker.end(failed=error is not None)
 
 
 def _records(points: Sequence[Point], first: bool) -> bytes:

@@ -1,5 +1,6 @@
 """Losses, samples and seconds of a run."""
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import TypeVar
@@ -27,8 +28,16 @@ class Meters:
         self.log, self.unit = log, unit
         self.samples = 0
         self.seconds = {"startup": 0.0, "train": 0.0, "eval": 0.0, "input": 0.0}
+        self.steps = 0  # of this process
+        self.steps_in_epoch = self.total_steps = 0
+        self.last_step = sys.maxsize  # of the run, by --limit-steps
+        self._evaluations: list[float] = []  # seconds
         self._losses: list[Tensor] = []
+        self._names: tuple[str, ...] = ()  # of a program's other losses
+        self._of_epoch: list[float] = []  # the losses that have been gathered
+        self._before_epoch = (0, 0.0)  # samples, seconds of training
         self._at_last_line = (0.0, 0, 0.0)  # time, samples, seconds of input
+        self._step = 0  # of the run
         self._epoch_began = self._trained = time.perf_counter()  # times
 
     @property
@@ -36,13 +45,55 @@ class Meters:
         """Of the whole training, without evaluation."""
         return round(self.samples / self.seconds["train"], 1) if self.samples else None
 
+    @property
+    def seconds_left(self) -> float:
+        """To the end of the run, at the pace so far."""
+        steps = max(0, self.total_steps - self._step)
+        epochs = -(-steps // max(1, self.steps_in_epoch))
+        evaluation = min(self._evaluations, default=0.0)
+        return steps * self.seconds["train"] / max(1, self.steps) + epochs * evaluation
+
+    def begin(self, label: str, steps_in_epoch: int, epochs: int, step: int) -> None:
+        """Begin an epoch, or go on with it.
+
+        Args:
+            label: of the epoch.
+            steps_in_epoch: all of them.
+            epochs: of the whole run.
+            step: steps of the run that are done.
+        """
+        self.steps_in_epoch, self._step = steps_in_epoch, step
+        self.total_steps = min(epochs * steps_in_epoch, self.last_step)
+        self.log.bar(label, self.total_steps, step)
+
+    def step(self, samples: int) -> None:
+        """Count a step, and the samples of its global batch."""
+        self.samples, self.steps, self._step = (
+            self.samples + samples,
+            self.steps + 1,
+            self._step + 1,
+        )
+        self.log.advance(lambda: self._losses[-1].reshape(-1)[0].item() if self._losses else None)
+
+    def epoch(self) -> dict[str, float]:
+        """Mean loss and samples per second since the last call."""
+        samples, seconds = self._before_epoch
+        self._before_epoch = self.samples, self.seconds["train"]
+        found = {}
+        if self._of_epoch:
+            found["loss"] = sum(self._of_epoch) / len(self._of_epoch)
+        if self.samples > samples:
+            found["speed"] = (self.samples - samples) / (self.seconds["train"] - seconds)
+        self._of_epoch = []
+        return found
+
     def training(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Count the seconds of training, and those of waiting for input."""
+        """The batches up to --limit-steps; count the seconds of training, and of the input."""
         started = time.perf_counter()
         if not self.seconds["startup"]:
             self.seconds["startup"] = time.time() - current().started
             self._at_last_line, self._epoch_began = (started, 0, 0.0), started
-        while True:
+        for _ in range(self.last_step - self._step):
             asked = time.perf_counter()
             batch = next(batches, None)
             self.seconds["input"] += time.perf_counter() - asked
@@ -57,13 +108,17 @@ class Meters:
         """Count what has passed since the end of training as evaluation; seconds of the epoch."""
         now = time.perf_counter()
         if self._trained:
+            if self.seconds["eval"]:  # the first one imports libraries, and tells nothing
+                self._evaluations.append(now - self._trained)
             self.seconds["eval"] += now - self._trained
         before, self._epoch_began, self._trained = self._epoch_began, now, 0.0
         return now - before
 
-    def loss(self, loss: Tensor) -> None:
-        """Keep a step's loss without reading it: the host would wait for the device."""
-        self._losses.append(loss.detach())
+    def loss(self, loss: Tensor, **others: Tensor) -> None:
+        """Keep a step's losses without reading them: the host would wait for the device."""
+        self._names = tuple(others)
+        losses = [loss.detach(), *(other.detach() for other in others.values())]
+        self._losses.append(torch.stack(losses) if others else losses[0])
 
     def gather_losses(self, step: int) -> list[float]:
         """Average the losses since the last call over the ranks, and record them.
@@ -75,14 +130,17 @@ class Meters:
         """
         if not self._losses:
             return []
-        losses = torch.stack(self._losses).double().cpu()
+        losses = torch.stack(self._losses).double().cpu().reshape(len(self._losses), -1)
         self._losses.clear()
         dist.all_reduce(losses)
-        means = (losses / dist.get_world_size()).tolist()
-        for number, value in enumerate(means, step - len(means) + 1):
-            self.log.scalars(number, {"loss/train": value})
-        progress["loss"] = means[-1]
+        rows = (losses / dist.get_world_size()).tolist()
+        names = [f"loss/{name}" for name in ("train", *self._names)]
+        for number, row in enumerate(rows, step - len(rows) + 1):
+            self.log.scalars(number, dict(zip(names, row, strict=True)))
+        progress["loss"] = rows[-1][0]
         self.log.write_lines()
+        means = [row[0] for row in rows]
+        self._of_epoch += means
         return means
 
     def progress(self, label: str, step: int) -> None:
@@ -96,5 +154,5 @@ class Meters:
         if losses:
             self.log.print0(
                 f"{label}: loss {sum(losses) / len(losses):.4f}, {samples / seconds:.1f} "
-                f"{self.unit}/s, waited for input {waited / seconds:.0%} of the time"
+                f"{self.unit}/s, waited {waited / seconds:.0%} for input"
             )

@@ -24,6 +24,7 @@ from common.train.checks import check_replicas, check_seen_once
 from common.train.ddp import bare, check_gradients
 from common.train.evaluate import Evaluation
 from common.train.files import check_writable
+from common.train.greet import begin, greet
 from common.train.loader import local_batch, local_samples, rest_of_epoch
 from common.train.log import Log
 from common.train.meters import Meters
@@ -31,7 +32,7 @@ from common.train.profile import profiling
 from common.train.seed import seed_numpy_and_python
 from common.train.state import Options, TrainState
 from common.train.stop import Stop
-from common.train.summary import about, greet, show_evaluation, write_predictions, write_result
+from common.train.summary import about, show_epoch, write_predictions, write_result
 from common.train.weights import init_model, save_model
 
 
@@ -39,8 +40,8 @@ class Run:
     """Surrounds a training loop; a context manager. Every rank makes one and calls its methods.
 
     Args:
-        args: the flags: `launch`, `amp`, `seed`, `batch_size`, `out`, `resume`,
-            `checkpoint_every`, and, if they are there, `init`, `keep` and `profile`.
+        args: the flags: `launch`, `amp`, `watch`, `seed`, `batch_size`, `out`, `resume`,
+            `checkpoint_every`, and, if they are there, `init` and `keep`.
         device: of this rank.
         data: `str(data)` says what is trained on; `data.facts` goes into result.json;
             `data.identity`, if there is one, is compared on resuming; `data.class_names` and
@@ -119,20 +120,20 @@ class Run:
             self.print0(f"resumed from {found.path} at step {self.state.step}")
         elif init := getattr(args, "init", None):
             init_model(init, self.parts["model"])
-        self._log.start(self.state.step, resumed=found is not None)
+        begin(self, resumed=found is not None)
         self._checkpoints = self._surroundings.enter_context(checkpoints)
-        trace = profiling(getattr(args, "profile", 0), self._log, self.device)
+        trace = profiling(args.watch.profile, self._log, self.device)
         self._end_traced_step = self._surroundings.enter_context(trace)
         self._stop = self._surroundings.enter_context(Stop())
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, from the one in which the resumed run was interrupted."""
-        self.num_epochs = count
-        while self.state.epoch < count:
+        self.num_epochs, last = count, self.meters.last_step
+        while self.state.epoch < count and self.state.step < last:
             epoch = self.state.epoch
             self.label = f"epoch {epoch + 1}/{count}"
             yield epoch
-            assert self.state.epoch == epoch + 1, "an epoch ends with end_epoch"
+            assert self.state.epoch > epoch or self.state.step >= last, "end_epoch is missing"
 
     def steps(self, loader: Any) -> Iterator[Any]:
         """The batches of an epoch that are left; after each, a step is done. Every rank calls this.
@@ -149,25 +150,25 @@ class Run:
         batches, sample_counts = rest_of_epoch(
             loader, (self.args.seed, state.epoch, state.batch), self.batch_size, self.shard
         )
-        with self._log.bar(self.label, total, state.batch) as bar:
-            for *batch, indices in self.meters.training(batches):
-                left = samples - state.batch * self.batch_size
-                self._batch_samples = min(self.batch_size, left)
-                yield batch
-                seen = indices[: self.batch_share()[1]]
-                sample_counts.index_add_(0, seen, torch.ones(len(seen), dtype=torch.int32))
-                self._end_step(total)
-                bar.update()
+        self.meters.begin(self.label, total, self.num_epochs, state.step)
+        for *batch, indices in self.meters.training(batches):
+            left = samples - state.batch * self.batch_size
+            self._batch_samples = min(self.batch_size, left)
+            yield batch
+            seen = indices[: self.batch_share()[1]]
+            sample_counts.index_add_(0, seen, torch.ones(len(seen), dtype=torch.int32))
+            self._end_step(total)
         self.meters.gather_losses(state.step)
-        check_seen_once(sample_counts * self.options.counts)
+        if state.batch == total:
+            check_seen_once(sample_counts * self.options.counts)
 
     def batch_share(self) -> tuple[int, int]:
         """Samples in the current global batch, and in this rank's share: the rest is padding."""
         return self._batch_samples, local_samples(self._batch_samples, *self.shard)
 
-    def log(self, loss: Tensor) -> None:
+    def log(self, loss: Tensor, **others: Tensor) -> None:
         """Keep a step's loss, a scalar; its mean over the ranks is the loss of the global batch."""
-        self.meters.loss(loss)
+        self.meters.loss(loss, **others)
 
     def _end_step(self, steps_in_epoch: int) -> None:
         state, every = self.state, self.options.log_every
@@ -176,7 +177,7 @@ class Run:
             self._unchecked = None
         state.batch += 1
         state.step += 1
-        self.meters.samples += self._batch_samples
+        self.meters.step(self._batch_samples)
         progress.update(step=state.step, samples=self.meters.samples)
         self._end_traced_step()
         if every and state.step % every == 0:
@@ -218,13 +219,13 @@ class Run:
                 `best` is not one of them.
         """
         self._before_save()  # the best weights are of the same parts as the checkpoint
-        show_evaluation(self, self.label, evaluation)
-        if self.state.improved(best, smaller_is_better) and dist.get_rank() == 0:
+        if show_epoch(self, evaluation, best, smaller_is_better) and self._log.active:
             file, model = self.args.out / "best.safetensors", bare(model or self.parts["model"])
             (save_best or partial(save_model, file, model, about(self)))()
             if isinstance(evaluation, Evaluation):
                 write_predictions(self, evaluation)
-        self.state.epoch, self.state.batch = self.state.epoch + 1, 0
+        if self.state.batch >= self.meters.steps_in_epoch:  # else --limit-steps has cut it
+            self.state.epoch, self.state.batch = self.state.epoch + 1, 0
         self._save()
 
     def finish(self, *, parameter_hash: str = "", **facts: Any) -> None:
@@ -239,7 +240,6 @@ class Run:
         """
         self._surroundings.close()
         parameter_hash = parameter_hash or check_replicas(self.parts["model"])
-        if dist.get_rank() == 0:
-            best = {f"best_{name}": value for name, value in self.state.best.items()}
-            metrics = {"metrics": self.state.metrics | best, "parameter_hash": parameter_hash}
-            write_result(self, metrics | facts)
+        best = {f"best_{name}": value for name, value in self.state.best.items()}
+        metrics = {"metrics": self.state.metrics | best, "parameter_hash": parameter_hash}
+        write_result(self, metrics | facts)

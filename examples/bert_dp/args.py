@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, at_least, share
+from common.launch.flags import MAY_CHANGE, Launch, MustExist, Watch, at_least, share
 from common.train.precision import Precision
 
 
@@ -15,14 +15,14 @@ from common.train.precision import Precision
 class TextArgs:
     """Reviews and model: what `train.py`, `trainer.py` and `trainer_robust.py` share."""
 
-    csv: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
+    csv: Annotated[Path | None, arg(metavar="FILE"), MustExist(), MAY_CHANGE] = None
     """Reviews to train on, columns label and review (default: those shipped with the example)."""
     columns: Annotated[tuple[str, str], arg(metavar="TEXT LABEL"), MAY_CHANGE] = ("review", "label")
     """Names of the columns of --csv with the reviews and with the labels."""
-    model: Annotated[Path | None, arg(metavar="DIR", aliases=["--init"])] = None
+    model: Annotated[Path | None, arg(metavar="DIR", aliases=["--init"]), MustExist()] = None
     """Folder with a BERT to train on: one that a run has left, or a pretrained one (default: a
     small BERT, from scratch)."""
-    vocab: Annotated[Path | None, arg(metavar="FILE")] = None
+    vocab: Annotated[Path | None, arg(metavar="FILE"), MustExist()] = None
     """vocab.txt of a BERT, for the small one (default: the characters of the reviews)."""
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
     """Longest input in tokens; a longer one loses its end."""
@@ -64,6 +64,13 @@ class TextArgs:
     def learning_rate(self) -> float:
         """The highest learning rate."""
         return self.lr if self.lr is not None else (2e-5 if self.model else 5e-4)
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What flags came to that were not given."""
+        small = {"layers": self.layers or 2, "hidden": self.hidden or 128}
+        small["dropout"] = self.dropout or 0.0
+        return {"lr": self.learning_rate} | ({} if self.model else small)
 
     @property
     def default_epochs(self) -> int:
@@ -119,6 +126,7 @@ class Args:
     text: OmitArgPrefixes[TextArgs] = TextArgs()
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision(channels_last="no")
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, log_step=self.log_step)

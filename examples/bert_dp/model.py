@@ -47,7 +47,7 @@ def prepare(
         model, tokenizer = load(args.model, args.max_length, new_head=True, dropout=args.dropout)
         return model, tokenizer, f"BERT from {args.model}"
     tokens = read_vocabulary(args.vocab) if args.vocab else vocabulary(texts)
-    layers, hidden, dropout = args.layers or 2, args.hidden or 128, args.dropout or 0.0
+    layers, hidden, dropout = (args.chosen[name] for name in ("layers", "hidden", "dropout"))
     config = BertConfig(
         vocab_size=len(tokens),
         hidden_size=hidden,

@@ -64,7 +64,7 @@ def train(args: Args, device: torch.device) -> None:
     torch.manual_seed(args.seed + rank)  # but each its own dropout
 
     epochs = args.epochs or args.text.default_epochs
-    settings = {"epochs": epochs}
+    settings = {"epochs": epochs, **args.text.chosen}
     with Run(args, device, data, settings=settings, log_every=args.log_step, unit="reviews") as run:
         kind = FastClassifier if args.fast else Classifier
         model = run.prepare(kind(data.bert, run.autocast))

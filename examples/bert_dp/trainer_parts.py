@@ -108,7 +108,8 @@ class ReportCallback(TrainerCallback):
         names = ("loss", "accuracy", "f1")
         known = {name: metrics[f"eval_{name}"] for name in names if f"eval_{name}" in metrics}
         self.run.meters.seconds["eval"] += metrics["eval_runtime"]
-        self.run.scalars(state.global_step, {f"test/{name}": v for name, v in known.items()})
+        names = {"loss": "loss/test"} | {name: f"test/{name}" for name in known if name != "loss"}
+        self.run.scalars(state.global_step, {names[name]: v for name, v in known.items()})
         shown = ", ".join(f"test {name} {value:.4f}" for name, value in known.items())
         self.run.print0(f"epoch {state.epoch:g}: {shown}")
 

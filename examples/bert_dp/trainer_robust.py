@@ -71,7 +71,8 @@ def train(args: RobustTrainerArgs, device: torch.device) -> None:
     checkpoints = args.out / "checkpoints"
     torch.manual_seed(args.seed)  # the same parameters on all ranks
     data = load_data(args.text, args.seed)
-    with TrainerRun(args, device, data, settings={"epochs": epochs}, unit="reviews") as run:
+    settings = {"epochs": epochs, **args.text.chosen}
+    with TrainerRun(args, device, data, settings=settings, unit="reviews") as run:
         training_args = training_arguments(
             args,
             device,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from common.launch.flags import MAY_CHANGE, Launch, at_least
+from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least
 from common.train.precision import PrecisionWithoutFp16
 
 Violation = Literal["no", "two-forwards", "two-passes", "two-backwards"]
@@ -20,7 +20,7 @@ class Args:
     """Train the discriminator on real and generated images separately (rule.py shows how)."""
     norm: Literal["group", "batch"] = "group"
     """Normalisation in the discriminator; DDP sends BatchNorm's buffers before each forward."""
-    dataset: str = "digits"
+    dataset: Annotated[str, IDX] = "digits"
     """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
     data_dir: Annotated[Path, MAY_CHANGE] = Path("data")
     """Where the files of mnist and fashion-mnist are, or are downloaded to."""
@@ -36,7 +36,7 @@ class Args:
     """Seed of parameters, noise and sample order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/gan_ddp")
     """Folder for everything that the run writes."""
-    resume: Annotated[str, MAY_CHANGE] = "no"
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
@@ -44,6 +44,7 @@ class Args:
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[PrecisionWithoutFp16] = PrecisionWithoutFp16()
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, latent=self.latent)

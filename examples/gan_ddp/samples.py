@@ -4,7 +4,8 @@ import io
 from pathlib import Path
 
 import torch
-from PIL import Image
+import torch.distributed as dist
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from common.train.files import write_atomically
@@ -42,6 +43,38 @@ def frechet_distance(one: Tensor, other: Tensor) -> float:
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     both = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()
     return float(gap @ gap + first.trace() + second.trace() - 2 * both)
+
+
+def picture(out: Path, epoch: int) -> Path:
+    """The file with images generated after an epoch, which are counted from 1."""
+    return out / "samples" / f"epoch-{epoch:03}.png"
+
+
+def side_by_side(out: Path, epochs: int) -> None:
+    """Write samples.png: the pictures after the first epoch, one on the way, and the last.
+
+    Args:
+        out: the run's folder.
+        epochs: of the run.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    on_the_way = 10 if epochs > 20 else (epochs + 1) // 2
+    chosen = sorted({1, on_the_way, epochs})
+    files = {epoch: picture(out, epoch) for epoch in chosen if picture(out, epoch).exists()}
+    if not files or dist.get_rank() != 0:
+        return
+    pictures = [Image.open(path).convert("L") for path in files.values()]
+    width, height, gap = pictures[0].width, pictures[0].height, 24
+    joined = Image.new("L", (len(pictures) * (width + gap) - gap, height + gap), 255)
+    for number, (epoch, each) in enumerate(zip(files, pictures, strict=True)):
+        joined.paste(each, (number * (width + gap), gap))
+        place = number * (width + gap), gap // 4
+        ImageDraw.Draw(joined).text(place, f"after epoch {epoch}", fill=0)
+    file = io.BytesIO()
+    joined.save(file, "PNG")
+    write_atomically(out / "samples.png", file.getbuffer())
 
 
 def draw(images: Tensor, path: Path, columns: int = 10) -> None:

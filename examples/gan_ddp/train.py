@@ -34,7 +34,15 @@ from common.train.run import Run
 from examples.gan_ddp.args import Args
 from examples.gan_ddp.networks import Discriminator, Generator
 from examples.gan_ddp.rule import discriminator_backward
-from examples.gan_ddp.samples import draw, frechet_distance, generate, noise, scaled
+from examples.gan_ddp.samples import (
+    draw,
+    frechet_distance,
+    generate,
+    noise,
+    picture,
+    scaled,
+    side_by_side,
+)
 
 
 def main(place: Place, args: Args) -> None:
@@ -107,9 +115,10 @@ def train(args: Args, device: torch.device) -> None:
                 fooled = F.softplus(-logits).sum() * scale
                 fooled.backward()  # the generator's one backward, after its one forward above
                 generator_optimizer.step()
-                run.log(loss)
+                run.log(loss, generator=fooled)
             metrics = evaluate(both, args, epoch, data)
             run.end_epoch(metrics, best="frechet_distance", smaller_is_better=True, model=generator)
+        side_by_side(args.out, args.epochs)
         run.finish()
 
 
@@ -123,7 +132,7 @@ def evaluate(both: nn.ModuleDict, args: Args, epoch: int, data: ImageData) -> di
     check_replicas(both)
     images = generate(both["generator"], noise(1000, args.latent, args.seed, 0, 0))
     if dist.get_rank() == 0:
-        draw(images[:100], args.out / "samples" / f"epoch-{epoch + 1:03}.png")
+        draw(images[:100], picture(args.out, epoch + 1))
     distance = broadcast_object(lambda: frechet_distance(images, scaled(data.test.pixels)))
     return {"frechet_distance": distance}
 

@@ -8,7 +8,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from common.images.args import ImageArgs
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, at_least, share
+from common.launch.flags import MAY_CHANGE, Launch, Watch, at_least, share
 from common.train.precision import Precision
 
 # defaults, by the kind of images
@@ -70,8 +70,6 @@ class Args:
     """Let DDP search for parameters that a forward did not use."""
     static_graph: Annotated[bool, MAY_CHANGE] = False
     """Promise DDP that every step uses the same parameters in the same order."""
-    profile: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 0
-    """Record a trace of this many steps."""
     print_freq: Annotated[int, arg(aliases=["-p"], metavar="STEPS"), MAY_CHANGE] = 10
     """Steps between lines of the log."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 500
@@ -84,12 +82,13 @@ class Args:
     recipe: OmitArgPrefixes[Recipe] = Recipe()
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision(channels_last="yes")
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, accumulate=self.accumulate)
         at_least(1, print_freq=self.print_freq, checkpoint_every=self.checkpoint_every)
         at_least(1, keep=self.keep)
-        at_least(0, profile=self.profile, seed=self.seed)
+        at_least(0, seed=self.seed)
         if self.evaluate and self.resume == "no" and not self.recipe.pretrained:
             raise UserError(
                 "--evaluate needs weights: give --resume auto, --resume PATH or --pretrained"
@@ -106,11 +105,21 @@ class Args:
         return self.batch_size or BATCH_SIZES[self.images.kind]
 
     @property
+    def learning_rate(self) -> float:
+        """The highest one: --lr, or one for the GLOBAL batch (Goyal et al., 2017)."""
+        default = 0.1 * self.global_batch / 256  # arXiv:1706.02677
+        return default if self.recipe.lr is None else self.recipe.lr
+
+    @property
     def options(self) -> dict[str, Any]:
         """What `Run` is told beside the flags."""
         return {
             "batch_size": self.global_batch,
-            "settings": {"epochs": self.num_epochs, "batch_size": self.global_batch},
+            "settings": {
+                "epochs": self.num_epochs,
+                "batch_size": self.global_batch,
+                "lr": self.learning_rate,
+            },
             "log_every": self.print_freq,
             "save_before_evaluation": True,
         }

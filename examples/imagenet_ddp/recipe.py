@@ -107,9 +107,8 @@ def _load_pretrained(model: nn.Module, arch: str, training: bool) -> None:
     print0(f"weights {weights} loaded" + (f", but for {random}" if random else ""))
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, batch_size: int) -> SGD:
-    """SGD with a learning rate for the GLOBAL batch (Goyal et al., 2017, arXiv:1706.02677)."""
-    lr = 0.1 * batch_size / 256 if recipe.lr is None else recipe.lr
+def make_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> SGD:
+    """SGD; `lr` is the highest learning rate."""
     decay = recipe.weight_decay
     return SGD(model.parameters(), lr, recipe.momentum, weight_decay=decay, fused=True)
 

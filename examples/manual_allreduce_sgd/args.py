@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, at_least, share
+from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, share
 from common.train.precision import Precision
 
 Algorithm = Literal[
@@ -33,7 +33,7 @@ class Args:
     """Send gradients in bfloat16: half the bytes, and an error of up to 2^-8 per partial sum."""
     bucket_mb: float = 4.0
     """Size of a bucket of `bucketed`, in MB."""
-    dataset: str = "digits"
+    dataset: Annotated[str, IDX] = "digits"
     """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
     data_dir: Annotated[Path, MAY_CHANGE] = Path("data")
     """Where the files of mnist and fashion-mnist are, or are downloaded to."""
@@ -49,7 +49,7 @@ class Args:
     """Seed of parameters and sample order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/manual_allreduce_sgd")
     """Folder for everything that the run writes."""
-    resume: Annotated[str, MAY_CHANGE] = "no"
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
@@ -57,6 +57,7 @@ class Args:
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision()
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, at_least, share
+from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, share
 from common.train.precision import PrecisionWithoutFp16
 
 
@@ -25,7 +25,7 @@ class Args:
     """Compute the loss on the gathered outputs, or inside the replicas, which sends less."""
     explain: Annotated[bool, MAY_CHANGE] = False
     """Show shapes and milliseconds of each step of the third iteration."""
-    dataset: str = "digits"
+    dataset: Annotated[str, IDX] = "digits"
     """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
     data_dir: Annotated[Path, MAY_CHANGE] = Path("data")
     """Where the files of mnist and fashion-mnist are, or are downloaded to."""
@@ -45,7 +45,7 @@ class Args:
     """Seed of parameters and sample order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/mnist_dataparallel")
     """Folder for everything that the run writes."""
-    resume: Annotated[str, MAY_CHANGE] = "no"
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
@@ -53,6 +53,7 @@ class Args:
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[PrecisionWithoutFp16] = PrecisionWithoutFp16()
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)

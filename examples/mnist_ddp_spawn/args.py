@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, at_least, share
+from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, share
 from common.train.precision import Precision
 
 
@@ -15,7 +15,7 @@ from common.train.precision import Precision
 class Args:
     """The flags of this program."""
 
-    dataset: str = "digits"
+    dataset: Annotated[str, IDX] = "digits"
     """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
     data_dir: Annotated[Path, MAY_CHANGE] = Path("data")
     """Where the files of mnist and fashion-mnist are, or are downloaded to."""
@@ -49,7 +49,7 @@ class Args:
     """Of pytorch/examples: refused, since the best weights are kept anyway."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/mnist_ddp_spawn")
     """Folder for everything that the run writes."""
-    resume: Annotated[str, MAY_CHANGE] = "no"
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
@@ -57,6 +57,7 @@ class Args:
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision()
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, at_least
+from common.launch.flags import MAY_CHANGE, Launch, MustExist, Watch, at_least
 from common.train.precision import PrecisionWithoutFp16
 
 
@@ -21,7 +21,9 @@ class PipelineArgs:
     """Model."""
     norm: Literal["batch", "group", "frozen"] = "batch"
     """batch: over a micro-batch; group: per sample; frozen: BatchNorm whose statistics stay."""
-    init: Annotated[Path | None, arg(metavar="FILE", aliases=["--weights"]), MAY_CHANGE] = None
+    init: Annotated[
+        Path | None, arg(metavar="FILE", aliases=["--weights"]), MustExist(), MAY_CHANGE
+    ] = None
     """Weights of the un-split model to start from, as .safetensors or by torch.save."""
     stages: Annotated[int | None, arg(metavar="P"), MAY_CHANGE] = None
     """Processes of one pipeline (default: all); the others are replicas with other samples."""
@@ -70,7 +72,7 @@ class PipelineArgs:
 class Args:
     """The flags of this program."""
 
-    dataset: Annotated[Path | None, arg(metavar="DIR"), MAY_CHANGE] = None
+    dataset: Annotated[Path | None, arg(metavar="DIR"), MustExist(), MAY_CHANGE] = None
     """Folder with train/CLASS/* and val/CLASS/*; without it, shapes are drawn."""
     image_size: Annotated[int, arg(metavar="PIXELS")] = 32
     """Height and width to which images are cropped."""
@@ -92,13 +94,14 @@ class Args:
     """Loader processes of each first stage."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/resnet_pipeline")
     """Folder for everything that the run writes."""
-    resume: Annotated[str, MAY_CHANGE] = "no"
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     pipeline: OmitArgPrefixes[PipelineArgs] = PipelineArgs()
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[PrecisionWithoutFp16] = PrecisionWithoutFp16()
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, images=self.images, image_size=self.image_size, epochs=self.epochs)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from common.launch.flags import MAY_CHANGE, Launch, at_least
+from common.launch.flags import MAY_CHANGE, Launch, Watch, at_least
 from common.train.precision import Precision
 
 
@@ -30,7 +30,7 @@ class Args:
     """Let DDP search for parameters that a forward did not use."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/your_model")
     """Folder for everything that the run writes."""
-    resume: Annotated[str, MAY_CHANGE] = "no"
+    resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
@@ -38,6 +38,7 @@ class Args:
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision()
+    watch: OmitArgPrefixes[Watch] = Watch()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)

@@ -39,11 +39,12 @@ from common.train.checkpoint import Checkpoints
 from common.train.checks import check_replicas, check_seen_once
 from common.train.ddp import warm_up_buckets
 from common.train.evaluate import evaluate, ordered_predictions
+from common.train.greet import greet
 from common.train.log import Log
 from common.train.meters import Meters
 from common.train.run import Run
 from common.train.stop import Stop
-from common.train.summary import greet, show_evaluation
+from common.train.summary import record_evaluation, show_epoch, show_evaluation, write_result
 from common.train.weights import load_model
 from examples.mnist_ddp_spawn.args import Args
 
@@ -150,15 +151,18 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "ordered_predictions": lambda _: lambda: ordered_predictions(torch.zeros(1, 1), 2),
     "output": lambda here: lambda: list(job.output(here.doctor)),
     "progress": lambda here: lambda: here.meters.progress("epoch", 1),
+    "record_evaluation": lambda here: lambda: record_evaluation(here.run, "epoch 1", {"accuracy": 1.0}),
     "resume": lambda here: here.resumed,
     "round_trip": lambda here: lambda: list(job.round_trip(here.doctor)),
     "same_versions": lambda here: lambda: list(job.same_versions(here.doctor)),
     "save": lambda here: lambda: here.checkpoints.save({"step": 1}),
+    "show_epoch": lambda here: lambda: show_epoch(here.resumed(), {"accuracy": 1.0}, "accuracy", False),
     "show_evaluation": lambda here: lambda: show_evaluation(here.run, "epoch 1", {"accuracy": 1.0}),
     "steps": steps,
     "nothing": lambda _: int,  # does not communicate: what the test must see of such a function
     "warm_up_buckets": ddp,
     "warn_of_broken": lambda here: lambda: warn_of_broken(here.run),
+    "write_result": lambda here: lambda: write_result(here.resumed(), {"metrics": {}, "parameter_hash": ""}),
 }
 
 

@@ -7,14 +7,23 @@ import pty
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 
-from common.launch.flags import MAY_CHANGE, Launch, fixed_flags
+from common.launch.args import parse
+from common.launch.cgroup import cores
+from common.launch.config import all_flags, save_config
+from common.launch.early import announce, check_processes
+from common.launch.errors import UserError
+from common.launch.flags import MAY_CHANGE, Launch, Watch, fixed_flags
+from common.launch.place import Place
 from common.train.precision import Precision
+from examples.imagenet_ddp.args import Args as ImagenetArgs
+from examples.mnist_ddp_spawn.args import Args
+from examples.resnet_pipeline.args import Args as PipelineArgs
 from tests import warm
 from tests.conftest import ROOT, Programs
 from tests.machine import here
@@ -32,7 +41,16 @@ NEEDED = {"examples.bert_dp.predict": ("--text", "a review")}
 MISTAKES = (
     (["--nprok", "2"], "error: Unrecognized options: --nprok, 2; perhaps you meant --nproc .*\n"),
     (["--nproc", "0"], "error: --nproc 0: at least 1 process is needed\n"),
-    (["--dist-backend", "mpi"], "error: invalid choice 'mpi' for argument '--dist-backend'.*\n"),
+    (["--dist-backend", "mpi"], r"error: --dist-backend mpi: give auto, nccl or gloo \(.*\)\n"),
+    (["--timeout", "soon"], r"error: --timeout soon: give a number \(.*\)\n"),
+    (["--threads=few"], r"error: --threads few: give a whole number \(.*\)\n"),
+    (["--threads"], r"error: --threads: its value is missing: --threads N \(.*\)\n"),
+    (["--nproc", "1000"], r"error: --nproc 1000: this machine has \d+ core\(s\) for them: give at most \d+; .*\n"),
+    (["--config", "nowhere.yaml"], r"error: --config nowhere.yaml cannot be read \(No such file or directory\)\n"),
+    (["--track", "mlflow"], r"error: --track mlflow: this package is not installed: pip install mlflow\n"),
+    (["--resume", "nowhere"], r"error: checkpoint nowhere does not exist: --resume takes auto, a path, or no\n"),
+    (["--out", "README.md"], r"error: --out README.md is a file: choose a folder\n"),
+    (["--out", "/proc/runs"], r"error: --out /proc/runs cannot be written \(.* in /proc\): choose another folder\n"),
     (["--world-size", "2", "--rank", "5", "--dist-url", "tcp://h:1"], "error: --rank 5 with --world-size 2: .*\n"),
 )
 # Forks a process for every command: starting Python 65 times takes half a minute.
@@ -79,10 +97,33 @@ def answers(shared_programs: Programs) -> Answers:
 def test_help_and_mistakes_answer_without_heavy_imports(answers: Answers, program: str) -> None:
     (code, text, _), *others = answers[program]
     assert code == 0
-    assert "--nproc" in text
+    check_help(text, program)
     for (code, out, err), (_, line) in zip(others, MISTAKES, strict=True):
         assert (code, out) == (2, ""), err
         assert re.fullmatch(line, err), err
+
+
+def check_help(text: str, program: str) -> None:
+    """As it is typed, in 80 columns but for the commands shown, six flags first, one default per flag, no Python."""
+    usage, flags = text.splitlines()[0], text.partition("\n\nFirst of all:\n")[2]
+    assert re.fullmatch(rf"usage: python -m {program}( \[DIR\])? \[flags\]", usage)
+    assert all(len(line) <= 80 for line in flags.splitlines())
+    first = re.findall(r"^  (?:-\w, )?(\S+)", flags.partition("\n\n")[0], re.MULTILINE)
+    assert len(first) == 6
+    assert {"--nproc", "--epochs", "--batch-size", "--out", "--resume"} <= set(first)
+    entries = re.split(r"\n  (?=-|DIR)", flags)
+    assert [entry for entry in entries if entry.count("(default: ") > 1] == []
+    assert not re.search(r"\{None\}|: None|\bINT\b|\bFLOAT\b|\bSTR\b", flags)
+    assert [
+        entry for entry in entries if not re.search(r"[a-z]{2}.*\.$", entry.strip().split("\n\n")[0], re.DOTALL)
+    ] == []
+    assert len(re.findall(r"^  (?:-|DIR)", flags, re.MULTILINE)) == len(entries) > 25
+
+
+def test_a_reader_of_the_help_may_leave(programs: Programs) -> None:
+    command = f"{sys.executable} -m examples.mnist_ddp_spawn --help | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("usage: python -m examples.mnist_ddp_spawn [flags]\n", "")
 
 
 @pytest.mark.parametrize("program", STARTED)
@@ -118,21 +159,119 @@ def test_every_flag_is_read(example: str) -> None:
     assert [name for name in names if not re.search(rf"\.{name}\b|\"{name}\"", readers)] == []
 
 
-@pytest.mark.parametrize("flags", [Launch, Precision])
-def test_every_shared_flag_is_read(flags: type[Launch | Precision]) -> None:
+@pytest.mark.parametrize("flags", [Launch, Precision, Watch])
+def test_every_shared_flag_is_read(flags: type[Launch | Precision | Watch]) -> None:
     sources = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
-    unread = [field.name for field in fields(flags) if not re.search(rf"flags\.{field.name}\b", sources)]
+    sources += "watch.config"  # which config_file finds in the words of the command
+    unread = [field.name for field in fields(flags) if not re.search(rf"(flags|watch)\.{field.name}\b", sources)]
     assert unread == []
 
 
 def test_a_new_flag_is_compared_on_resuming_unless_it_says_otherwise() -> None:
     @dataclass(frozen=True)
-    class Args:
+    class Few:
         lr: float = 0.1
         out: Annotated[Path, MAY_CHANGE] = Path("runs")
         launch: Launch = Launch()
 
-    assert dict(fixed_flags(Args(lr=0.5))) == {"lr": 0.5}
+    assert dict(fixed_flags(Few(lr=0.5))) == {"lr": 0.5}
+
+
+def test_flags_come_from_a_file(tmp_path: Path) -> None:
+    """What is typed wins; a run's result.json repeats the run, but not its folder; and what is saved is read again."""
+    file = tmp_path / "run.yaml"
+    file.write_text("epochs: 3\nlr: 1e-3\nbatch-size: 60\nchannels_last: no\ncompile: true\nnproc: null\n")
+    args = parse(Args, ["--config", str(file), "--epochs", "4", "--out", "there"])
+    assert (args.epochs, args.lr, args.batch_size) == (4, 1e-3, 60)
+    assert (args.amp.channels_last, args.amp.compile, args.launch.nproc) == ("no", True, None)
+    assert not parse(Args, [f"--config={file}", "--no-compile"]).amp.compile
+    save_config(args, tmp_path / "saved" / "config.yaml")
+    again = parse(Args, ["--config", str(tmp_path / "saved" / "config.yaml")])
+    assert replace(again, watch=args.watch) == args
+    found = tmp_path / "result.json"
+    found.write_text(json.dumps({"example": "mnist_ddp_spawn", "arguments": all_flags(args), "steps": 3}))
+    assert replace(parse(Args, ["--config", str(found)]), watch=args.watch, out=Path("there")) == args
+    assert parse(Args, ["--config", str(found)]).out == Path("runs/mnist_ddp_spawn")
+
+
+def test_lists_and_positional_arguments_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"directory": "photos", "arch": "resnet50", "evaluate": False, "dummy": False}))
+    args = parse(ImagenetArgs, ["--config", str(file), "-b", "64"])
+    assert (args.images.directory, args.recipe.arch, args.batch_size) == (Path("photos"), "resnet50", 64)
+    file.write_text(json.dumps({"cuts": ["layer2.0", "layer4.1"]}))
+    assert parse(PipelineArgs, ["--config", str(file)]).pipeline.cuts == ("layer2.0", "layer4.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("epoch: 3\n", "epoch is not a flag of this program; perhaps epochs is meant"),
+        ("epochs: two\n", "--epochs two: give a whole number (--help lists the flags)"),
+        ("momentum: 2\n", "--momentum 2.0: give a number from 0 to below 1"),
+        ("compile: perhaps\n", "compile: perhaps: give true or false"),
+        ("train: {epochs: 3}\n", "train is not a flag of this program"),
+        ("epochs: {n: 3}\n", "epochs has a value of its own, not others below it"),
+        ("just words\n", "expected lines like `epochs: 3`"),
+        ("a: [\n", "is neither YAML nor JSON: .*"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, line: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse(Args, ["--config", str(file)])
+    said = capsys.readouterr().err
+    pattern = line if ".*" in line else re.escape(line)
+    assert re.fullmatch(rf"error: --config {re.escape(str(file))}:? {pattern}\n", said), said
+
+
+def test_a_line_comes_at_once(programs: Programs) -> None:
+    """Before torch is imported, however the processes are started; and from one of them only."""
+    for words, env, line in (
+        (("--nproc", 2), {}, "starting 2 processes (gloo, 127.0.0.1) ...\n"),
+        ((), {}, "starting 1 process (gloo, 127.0.0.1) ...\n"),
+        (
+            ("--world-size", 2, "--rank", 1, "--nproc", 2, "--dist-url", "tcp://10.0.0.7:1"),
+            {},
+            "starting 2 processes, node 1 of 2 (gloo, 10.0.0.7) ...\n",
+        ),
+        (
+            ("--device", "cpu"),
+            {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"},
+            "starting 3 processes, by torchrun, node 0 of 3 (gloo, 127.0.0.1) ...\n",
+        ),
+        ((), {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ""),
+    ):
+        code = f"import sys; sys.argv = ['train', *{[*map(str, words)]!r}]\n" + STOPS_BEFORE_TORCH
+        assert programs.run("-c", code, env=env, code=7, cold=True).stdout == line
+
+
+# The import of torch ends the program.
+STOPS_BEFORE_TORCH = """
+import os
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.stdout.flush()
+            os._exit(7)
+sys.meta_path.insert(0, Stop())
+from common.launch.args import start
+from examples.mnist_ddp_spawn.args import Args
+start(Args, "examples.mnist_ddp_spawn.train:main")
+"""
+
+
+def test_more_processes_than_cores_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    most = max(16, 8 * cores())
+    for wanted in (cores(), most):
+        place = Place("spawn", 1, 0, wanted, wanted, 0, 0, "127.0.0.1", 0, Launch(device="cpu"))
+        check_processes(place)
+        announce(place)
+        line = f"warning: {wanted} processes share {cores()} core(s): that is slower, not faster\n"
+        assert (line in capsys.readouterr().out) == (wanted > cores())
+    with pytest.raises(UserError, match=f"give at most {most}"):
+        check_processes(replace(place, local_world_size=most + 1))
 
 
 def test_a_wrong_place_is_reported_whoever_finds_it(programs: Programs) -> None:

@@ -20,8 +20,8 @@ each_example = pytest.mark.parametrize(
 )
 FACTS = {
     *("example", "argv", "launcher", "world_size", "nodes", "threads", "device", "backend", "samples_per_second"),
-    *("arguments", "epochs", "steps", "global_batch", "precision", "metrics", "parameter_hash", "final_loss"),
-    *("seconds", "versions"),
+    *("arguments", "settings", "epochs", "steps", "global_batch", "precision", "metrics", "parameter_hash"),
+    *("final_loss", "seconds", "versions", "commit", "host", "peak_memory_mb"),
 }
 FILES = {"result.json", "metrics.jsonl", "curves.png", "tensorboard", "checkpoints"}
 
@@ -63,7 +63,7 @@ def compare(many: Path, one: Path) -> None:
     """The first losses agree up to rounding, which each step multiplies; the world differs and the work does not."""
     assert_allclose(losses(many)[:10], losses(one)[:10], rtol=2e-5, atol=1e-6)
     assert_allclose(losses(many)[:20], losses(one)[:20], rtol=1e-3, atol=1e-6)
-    names = ("epochs", "steps", "global_batch", "arguments", "precision")
+    names = ("epochs", "steps", "global_batch", "settings", "precision")
     assert {name: result(many)[name] for name in names} == {name: result(one)[name] for name in names}
 
 

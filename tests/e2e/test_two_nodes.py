@@ -186,7 +186,7 @@ def test_pods_are_added_and_removed_while_it_trains(containers: Containers, tmp_
         return done.stdout + done.stderr
 
     def epochs(pod: str) -> list[int]:
-        return [int(epoch) for epoch in re.findall(r"^epoch (\d+)/1000: test loss", said(pod), re.MULTILINE)]
+        return [int(epoch) for epoch in re.findall(r"^epoch (\d+)/1000  loss", said(pod), re.MULTILINE)]
 
     def start(index: int) -> str:
         return pods(containers, job, network, volume, 1, more, None, (index,), (f"{noted}:/app/{RECORD[0]}:ro",))[0]

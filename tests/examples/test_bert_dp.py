@@ -116,7 +116,7 @@ def test_the_contract(default_run: Path) -> None:
     assert {name: found[name] for name in expected} == expected
     assert found["rows"]["rows"] == 316
     assert found["metrics"]["best_accuracy"] >= 0.8
-    assert found["metrics"].keys() == {"accuracy", "top5", "precision", "recall", "f1", "auc", "best_accuracy"}
+    assert found["metrics"].keys() == {"accuracy", "precision", "recall", "f1", "auc", "best_accuracy"}
     assert found["final_loss"] == losses(default_run)[-1] < 0.1
     assert found["samples_per_second"] > 0
     assert (default_run / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -236,7 +236,7 @@ def test_a_copy_trains_the_same(programs: Programs, tmp_path: Path, name: str) -
 
 # Ways in which the bookkeeping could touch the training: the loss, the samples, their number, the precision.
 MEDDLING = {
-    "log": ("self.meters.loss(loss)", "self.meters.loss(loss.data.mul_(2))"),
+    "log": ("self.meters.loss(loss, ", "self.meters.loss(loss.data.mul_(2), "),
     "steps": ("yield batch", "yield [batch[0] * 1.01, *batch[1:]]"),
     "batch_share": ("return self._batch_samples, local", "return 2 * self._batch_samples, local"),
     "autocast": ("= self.amp.autocast, self", "= (lambda: torch.autocast('cpu', torch.bfloat16)), self"),

@@ -1,6 +1,7 @@
 """gan_ddp against a plain loop that breaks the rule, where breaking it does no harm, and against what it forbids."""
 
 import inspect
+import json
 import re
 import signal
 from pathlib import Path
@@ -192,8 +193,8 @@ def test_mutation_noise_of_a_rank(programs: Programs, tmp_path: Path, small: Pat
 def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A run of 12 epochs with two processes that nobody disturbs."""
     out = tmp_path_factory.mktemp("undisturbed")
-    shared_programs.run(*LONG, "--nproc", 2, "--out", out)
-    return result(out) | {"losses": losses(out), "out": out}
+    printed = shared_programs.run(*LONG, "--nproc", 2, "--out", out).stdout
+    return result(out) | {"losses": losses(out), "out": out, "printed": printed}
 
 
 def test_the_contract(undisturbed: Result) -> None:
@@ -229,7 +230,23 @@ def test_the_contract(undisturbed: Result) -> None:
     with Image.open(grids[-1]) as picture:
         assert picture.size == (4 * 100, 4 * 100)  # 10 x 10 images of 8 x 8 with a border of 1
         assert len(set(picture.tobytes())) > 50
+    with Image.open(out / "samples.png") as picture:  # after epochs 1, 6 and 12, with a line above each
+        assert picture.size == (3 * 400 + 2 * 24, 400 + 24)
+        for number, epoch in enumerate((1, 6, 12)):
+            left = number * (400 + 24)
+            with Image.open(grids[epoch - 1]) as grid:
+                assert picture.crop((left, 24, left + 400, 424)).tobytes() == grid.convert("L").tobytes()
+            assert set(picture.crop((left, 0, left + 400, 24)).tobytes()) > {0, 255}
+    assert f"pictures:              {out}/samples.png\n" in undisturbed["printed"]
     assert undisturbed["final_loss"] == undisturbed["losses"][-1]
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert sum("loss/generator" in record for record in records) == 144
+    lines = re.findall(r"^epoch \d+/12  .*", undisturbed["printed"], re.MULTILINE)
+    assert len(lines) == 12
+    assert all(len(line) < 80 for line in lines)
+    assert re.fullmatch(
+        r"epoch 1/12  loss [\d.]+  frechet_distance [\d.]+  [\d,]+ img/s  \d+ s left  \*best\*", lines[0]
+    )
 
 
 def test_frechet_distance() -> None:

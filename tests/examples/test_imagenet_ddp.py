@@ -351,7 +351,6 @@ def test_real_photographs_are_learned(programs: Programs, tmp_path: Path, real_d
     found = result(tmp_path)
     assert (found["train_samples"], found["eval_samples"], found["classes"]) == (1500, 400, 10)
     assert found["metrics"]["accuracy"] > 0.17
-    assert found["metrics"]["top5"] > 0.6
 
 
 # --------------------------------------------------------------------------------------------------- bad input

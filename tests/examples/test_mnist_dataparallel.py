@@ -491,7 +491,7 @@ def test_the_contract(default_run: Result) -> None:
     }
     assert {name: found[name] for name in expected} == expected
     assert found["metrics"]["accuracy"] >= 0.97
-    assert found["metrics"].keys() == {"accuracy", "top5", "precision", "recall", "f1", "auc", "best_accuracy"}
+    assert found["metrics"].keys() == {"accuracy", "precision", "recall", "f1", "auc", "best_accuracy"}
     assert found["final_loss"] == found["losses"][-1]
     assert all(found["seconds"][name] > 0 for name in ("total", "startup", "train", "eval"))
     assert len(found["parameter_hash"]) == 64

@@ -2,7 +2,9 @@
 
 import copy
 import gzip
+import json
 import os
+import platform
 import pty
 import re
 import shutil
@@ -161,9 +163,16 @@ def test_the_contract(on_digits: dict[int, Path]) -> None:
     assert found["argv"][1:3] == ["--nproc", "2"]
     assert found["seconds"].keys() == {"total", "startup", "train", "eval", "input"}
     assert all(value > 0 for value in found["seconds"].values())
-    assert found["metrics"].keys() == {"accuracy", "top5", "precision", "recall", "f1", "auc", "best_accuracy"}
+    assert found["metrics"].keys() == {"accuracy", "precision", "recall", "f1", "auc", "best_accuracy"}
     assert found["final_loss"] == losses(out)[-1]
     assert found["samples_per_second"] > 0
+    defaults: Result = {"lr": 0.3, "momentum": 0.9, "weight_decay": 2e-3, "label_smoothing": 0.1, "seed": 0}
+    defaults |= {"workers": 0, "epochs": 20, "precision": "fp32", "nproc": 2, "out": str(out), "channels_last": "no"}
+    assert {name: found["arguments"][name] for name in defaults} == defaults
+    assert found["host"] == platform.node()
+    assert [100 < rank["host"] < 100_000 for rank in found["peak_memory_mb"]] == [True, True]
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found["commit"] or "").removesuffix("+") == git.stdout.strip()
     assert found["versions"]["torch"] == torch.__version__.split("+")[0]
     model = DigitNet(8, 10)
     model.load_state_dict(read_parameters(out))
@@ -360,6 +369,8 @@ def test_on_a_terminal_messages_stand_on_lines_of_their_own(tmp_path: Path, even
         try:
             eventually(lambda: newest_step(tmp_path) >= 24, 100, "step 24")
             os.killpg(process.pid, signal.SIGINT)
+            time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGINT)  # an impatient user's second Ctrl-C: the step is saved, and said
             assert process.wait(here(30)) == 130
         finally:
             process.kill()
@@ -367,6 +378,25 @@ def test_on_a_terminal_messages_stand_on_lines_of_their_own(tmp_path: Path, even
     assert [line for line in lines if "stopped by" in line] == [
         f"stopped by SIGINT: checkpoint at step {newest_step(tmp_path)}; go on with --resume auto"
     ]
+
+
+def test_a_trial_of_some_steps_is_the_beginning_of_the_run(
+    programs: Programs, tmp_path: Path, undisturbed: dict[int, Result]
+) -> None:
+    """--limit-steps ends in mid-epoch with all results; without it, the run goes on and ends with the same bits."""
+    run = (*TRAIN, "--nproc", 2, "--out", tmp_path)
+    done = programs.run(*run, "--limit-steps", 31, "--profile", 2)
+    found = result(tmp_path)
+    assert (found["steps"], found["arguments"]["limit_steps"], len(losses(tmp_path))) == (31, 31, 31)
+    lines = re.findall(r"^epoch \d+/20  .*", done.stdout, re.MULTILINE)
+    assert [line[:10] for line in lines] == ["epoch 1/20", "epoch 2/20", "epoch 3/20"]
+    assert all(len(line) < 80 for line in lines)
+    assert "left" not in lines[-1], "the trial ends there"
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    done = programs.run(*run, "--resume", "auto")
+    assert "at step 31\n" in done.stdout
+    assert result(tmp_path)["parameter_hash"] == undisturbed[2]["parameter_hash"]
+    assert losses(tmp_path) == losses(undisturbed[2]["out"])
 
 
 def test_the_copys_own_model_may_have_batchnorm_and_no_idle_parameter(programs: Programs, tmp_path: Path) -> None:

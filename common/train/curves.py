@@ -1,0 +1,131 @@
+"""Curves of one run, or of several on top of each other. No torch here."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+from common.train.files import writing
+
+Point = tuple[int, dict[str, float]]
+Line = list[tuple[int, float]]
+PANELS = {"test": "test set", "loss": "loss"}  # groups of names, from the top down
+COLOURS = ("#c4391d", "#1a7f37", "#8250df", "#9a6700", "#0b5cad", "#57606a", "#bf3989", "#0f7b8a")
+FLAT = 3  # a few values that stretch an axis by more than this are cut off
+
+
+def lines_of(points: Sequence[Point]) -> dict[str, Line]:
+    """The curves of a run, by their names."""
+    lines: dict[str, Line] = {}
+    for step, values in points:
+        for name, value in values.items():
+            lines.setdefault(name, []).append((step, value))
+    return lines
+
+
+def draw_curves(path: Path, points: Sequence[Point], title: str) -> None:
+    """Draw a run: the metrics of the test set with the accuracy on top, below it the losses.
+
+    Args:
+        path: of the PNG.
+        points: steps, and values by name: `loss/train`, `test/accuracy`.
+        title: of the picture.
+
+    Raises:
+        UserError: the disk is full, for example.
+    """
+    curves = lines_of(points)
+    panels: dict[str, dict[str, Line]] = {}
+    for group, name in PANELS.items():
+        own = {key.partition("/")[2]: line for key, line in curves.items() if key.startswith(group)}
+        if own:  # the accuracy is drawn last
+            panels[name] = dict(sorted(own.items(), key=lambda item: item[0] == "accuracy"))
+    if panels:  # there are none where a run was resumed at its end, in another folder
+        draw_panels(path, panels, title)
+
+
+def draw_panels(path: Path, panels: Mapping[str, Mapping[str, Line]], title: str) -> None:
+    """Draw panels below each other; each line has its name at its end.
+
+    Args:
+        path: of the PNG, or of an SVG.
+        panels: lines by name, by the panel's title. The last line of a panel is on top.
+        title: of the picture.
+
+    Raises:
+        UserError: the disk is full, for example.
+    """
+    import matplotlib  # a second, after the training
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot  # as above
+    from matplotlib.ticker import MaxNLocator  # as above
+
+    size = (7.5, 0.7 + 2.6 * len(panels))
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=size, squeeze=False, sharex=True)
+    labels = dict.fromkeys(label for lines in panels.values() for label in lines)
+    colours = dict(zip(labels, cycle(COLOURS), strict=False))
+    for axis, (name, lines) in zip(axes[:, 0], panels.items(), strict=True):
+        _draw_panel(axis, lines, colours)
+        axis.set_title(name, loc="left", fontsize=9)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("step")
+    axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(textwrap.fill(title, 90), fontsize=10, x=0.02, ha="left")
+    figure.tight_layout()
+    with writing(path):
+        figure.savefig(path, dpi=110, format=path.suffix[1:])
+    pyplot.close(figure)
+
+
+def _draw_panel(axis: Any, lines: Mapping[str, Line], colours: Mapping[str, str]) -> None:
+    low, high = limits([value for line in lines.values() for _, value in line])
+    ends = []
+    for label, line in lines.items():
+        colour, marker = colours[label], "o" if len(line) < 30 else ""
+        width = 2.0 if label in ("accuracy", "test") else 1.2
+        axis.plot(*zip(*line, strict=True), color=colour, linewidth=width, marker=marker, ms=3)
+        ends.append((line[-1][1], label, colour))
+        for step, value in line:
+            if value > high:
+                axis.annotate(
+                    f"{value:.3g} ↑", (step, 1), xycoords=("data", "axes fraction"),
+                    color=colour, fontsize=7, va="top", ha="left",
+                )  # fmt: off
+    if high < float("inf"):
+        axis.set_ylim(low, high)
+    bottom, top = axis.get_ylim()
+    places = spread([(value - bottom) / (top - bottom) for value, *_ in ends], 0.075)
+    for place, (_, label, colour) in zip(places, ends, strict=True):
+        axis.annotate(
+            label, (1.01, place), xycoords="axes fraction", color=colour, fontsize=8, va="center"
+        )
+
+
+def limits(values: Sequence[float]) -> tuple[float, float]:
+    """The range of an axis; a value far above all others is left out of it.
+
+    Returns:
+        Lowest and highest; infinite where nothing has to be left out.
+    """
+    inside = sorted(values)[: -max(1, len(values) // 50)]
+    if len(inside) > 3 and max(values) - inside[0] > FLAT * (inside[-1] - inside[0]) > 0:
+        room = 0.08 * (inside[-1] - inside[0])
+        return inside[0] - room, inside[-1] + room
+    return float("-inf"), float("inf")
+
+
+def spread(places: Sequence[float], distance: float) -> list[float]:
+    """Move places apart, so that no two are nearer than a distance; their order stays."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    moved = {number: min(max(places[number], 0.0), 1.0) for number in order}
+    for below, above in pairwise(order):
+        moved[above] = max(moved[above], moved[below] + distance)
+    excess = max([0.0, *(place - 1.0 for place in moved.values())])
+    ceiling = 1.0
+    for number in reversed(order if excess else []):
+        moved[number] = min(moved[number], ceiling)
+        ceiling = moved[number] - distance
+    return [moved[number] for number in range(len(places))]

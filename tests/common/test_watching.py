@@ -1,0 +1,208 @@
+"""What a user watches and compares: the line of an epoch, pictures, trackers, results kept aside, comparisons."""
+
+import json
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from matplotlib import pyplot
+from PIL import Image
+
+from common.compare.page import compare
+from common.compare.runs import flat
+from common.train.curves import draw_curves, limits, spread
+from common.train.lines import duration, epoch_line
+from common.train.log import Log
+from tests.conftest import Programs
+
+POINTS = [
+    *((step, {"loss/train": 3 / step, "loss/generator": 0.5}) for step in range(1, 41)),
+    *(
+        (step, {"loss/test": 2 / step, "test/accuracy": 1 - 1 / step, "test/f1": 0.9, "speed/images_per_second": 9.0})
+        for step in (10, 20, 40)
+    ),
+]
+
+
+def test_an_epoch_is_a_line_of_80_columns() -> None:
+    losses = {"loss": 0.66123, "test": 0.341}
+    line = epoch_line("epoch 3/20", losses, ("accuracy", 0.9142), (2750.4, "images"), 12.3, True)
+    assert line == "epoch 3/20  loss 0.661  test 0.341  acc 91.42%  2,750 img/s  12 s left  *best*"
+    assert len(line) <= 79
+    shorter = epoch_line("epoch 100/2000", losses, ("accuracy", 1.0), (1234567, "reviews"), 9e5, True)
+    assert shorter == "epoch 100/2000  test 0.341  acc 100.00%  1,234,567/s  250 h 00 min left  *best*"
+    gan = epoch_line(
+        "epoch 60/60", {"loss": 1.3862, "test": None}, ("frechet_distance", 1.595), (None, "images"), 0, False
+    )
+    assert gan == "epoch 60/60  loss 1.39  frechet_distance 1.595"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (99, "99 s"), (101, "2 min"), (3599, "1 h 00 min"), (7500, "2 h 05 min")]
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_one_outlier_does_not_flatten_a_curve() -> None:
+    values = [12.9, 2.3, 2.1, 1.9, 1.8, 1.7, 1.6]
+    low, high = limits(values)
+    assert low < 1.6
+    assert 2.3 < high < 3
+    assert limits([2.3, 1.2, 0.8, 0.5, 0.4, 0.3]) == (float("-inf"), float("inf")), "an ordinary descent is shown whole"
+    assert limits([1.0, 1.0, 1.0, 1.0, 5.0]) == (float("-inf"), float("inf")), "nothing is left of a flat line"
+
+
+@pytest.mark.parametrize("places", [[0.5, 0.5, 0.5], [0.0, 1.0, 0.99, 0.98], [-3.0, 0.2, 4.0]])
+def test_names_at_the_ends_of_lines_do_not_overlap(places: list[float]) -> None:
+    moved = spread(places, 0.07)
+    ordered = sorted(moved)
+    assert all(above - below > 0.0699 for below, above in pairwise(ordered))
+    assert all(-0.01 <= place <= 1.01 for place in moved)
+    assert [moved[n] for n in sorted(range(len(places)), key=places.__getitem__)] == ordered
+
+
+def test_a_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accuracy above the losses and above other curves, whole steps, no legend, the title that is given."""
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    draw_curves(tmp_path / "curves.png", [*POINTS, (41, {"loss/train": 900.0})], "bert on reviews")
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.width > 600
+    (figure,) = figures
+    above, below = figure.axes
+    assert (above.get_title("left"), below.get_title("left")) == ("test set", "loss")
+    assert figure.get_suptitle() == "bert on reviews"
+    assert [axis.get_legend() for axis in figure.axes] == [None, None]
+    assert {text.get_text() for text in above.texts} == {"accuracy", "f1"}
+    assert {text.get_text() for text in below.texts} == {"train", "generator", "test", "900 ↑"}
+    assert list(above.lines[-1].get_ydata()) == pytest.approx([0.9, 0.95, 0.975])
+    assert all(float(tick).is_integer() for tick in below.get_xticks())
+    assert below.get_ylim()[1] < 4
+    monkeypatch.undo()
+    pyplot.close(figure)
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Modules in place of the real ones, which note what they are told."""
+    said: list[tuple[Any, ...]] = []
+    run = SimpleNamespace(
+        log=lambda values, step: said.append((step, dict(values))),
+        finish=lambda exit_code: said.append(("end", exit_code)),
+    )
+    wandb = SimpleNamespace(
+        init=lambda **more: said.append(("init", more)) or run, teardown=lambda: said.append(("gone",))
+    )
+    client = SimpleNamespace(
+        get_experiment_by_name=lambda name: None,
+        create_experiment=lambda name: name,
+        create_run=lambda experiment, run_name: SimpleNamespace(info=SimpleNamespace(run_id="7")),
+        log_batch=lambda run, params=(), metrics=(): said.extend([*params, *metrics]),
+        set_terminated=lambda run, status: said.append(("end", status)),
+    )
+    entities = SimpleNamespace(Param=lambda *words: words, Metric=lambda name, value, _, step: (step, {name: value}))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda uri: client, entities=entities))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_tracker_gets_what_metrics_jsonl_gets(tmp_path: Path, fakes: list[Any], kind: str, failed: bool) -> None:
+    log = Log(tmp_path, active=True)
+    log.start(0, resumed=False)
+    log.tracker.start(kind, "gan_ddp", {"lr": 0.1}, tmp_path)
+    for step, values in POINTS[:5]:
+        log.scalars(step, values)
+    log.write_lines()
+    log.write_events()
+    for step, values in POINTS[5:]:
+        log.scalars(step, values)
+    log.close(KeyboardInterrupt() if failed else None)
+    sent: dict[int, dict[str, float]] = {}
+    for step, *values in fakes:
+        if isinstance(step, int):
+            sent[step] = sent.get(step, {}) | values[0]
+    written: dict[int, dict[str, float]] = {}
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        step = record.pop("step")
+        written[step] = written.get(step, {}) | record
+    assert sent == written
+    assert len(sent) == 40
+    ends = {"wandb": [("end", int(failed)), ("gone",)], "mlflow": [("end", "FAILED" if failed else "FINISHED")]}
+    assert fakes[-len(ends[kind]) :] == ends[kind]
+    assert ("lr", "0.1") in fakes or fakes[0][1]["config"] == {"lr": 0.1}
+
+
+def test_a_tracker_that_fails_is_given_up(
+    tmp_path: Path, fakes: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(**_: Any) -> None:
+        raise ConnectionError("no route to host\nand more")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", init)
+    log = Log(tmp_path, active=True)
+    log.start(0, resumed=False)
+    log.tracker.start("wandb", "gan_ddp", {}, tmp_path)
+    log.scalars(1, {"loss/train": 1.0})
+    log.close(None)
+    warning = "warning: --track wandb ends here (no route to host); metrics.jsonl has all values\n"
+    assert capsys.readouterr().err == warning
+    assert fakes == []
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss/train": 1.0}\n'
+
+
+def test_results_of_an_earlier_run_are_kept_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2):
+        log = Log(tmp_path, active=True)
+        log.start(0, resumed=False)
+        log.scalars(1, {"loss/train": float(number)})
+        log.close(None)
+        (tmp_path / "result.json").write_text(json.dumps(number))
+        (tmp_path / "mine.txt").write_text("not a result")
+    Log(tmp_path, active=True).start(0, resumed=False)
+    assert [json.loads((tmp_path / f"results.{n}" / "result.json").read_text()) for n in (1, 2)] == [1, 2]
+    for number in (1, 2):
+        aside = tmp_path / f"results.{number}"
+        assert {path.name for path in aside.iterdir()} == {"result.json", "metrics.jsonl", "tensorboard"}
+        assert (aside / "metrics.jsonl").read_text() == f'{{"step": 1, "loss/train": {float(number)}}}\n'
+    assert f"results of an earlier run were moved to {tmp_path}/results.2\n" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"results.1", "results.2", "metrics.jsonl", "mine.txt"}
+    Log(tmp_path, active=True).start(0, resumed=False)
+    assert not (tmp_path / "results.3").exists(), "a run that has not written anything leaves nothing aside"
+
+
+def a_run(folder: Path, lr: float | None, accuracy: float, host: str) -> Path:
+    folder.mkdir(parents=True)
+    arguments = {"lr": lr, "epochs": 3, "out": str(folder), "cuts": []}
+    result = {"arguments": arguments, "metrics": {"accuracy": accuracy}, "host": host, "argv": [str(folder)]}
+    (folder / "result.json").write_text(json.dumps(result | {"peak_memory_mb": [{"host": 10}, {"host": 12}]}))
+    lines = [{"step": step, "loss/test": 1 / step, "test/accuracy": accuracy} for step in (1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
+    return folder
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [a_run(tmp_path / "a", 0.1, 0.9, "one"), a_run(tmp_path / "b", None, 0.95, "<two>")]
+    compare(runs, tmp_path / "out")
+    rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert rows[:4] == [["a", "b"], ["lr", "0.1", "-"], ["metrics.accuracy", "0.9", "0.95"], ["host", "one", "<two>"]]
+    assert [row[0] for row in rows[4:]] == ["curves:", "page:"], "nothing else differs"
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert "<tr><th>host<td>one<td>&lt;two&gt;\n" in page
+    assert "http" not in page, "it needs nothing but itself"
+    with Image.open(tmp_path / "out" / "compare.png") as picture:
+        assert picture.height > 500  # two panels
+    assert flat({"peak_memory_mb": [{"host": 10}, {"host": 12}]}) == {"peak_memory_mb.host": "12"}
+
+
+def test_a_folder_without_a_run_is_named(programs: Programs, tmp_path: Path) -> None:
+    said = programs.run("-m", "common.compare", tmp_path, code=2).stderr
+    assert said == f"error: {tmp_path} is not the folder of a run: it has no metrics.jsonl\n"
+    assert programs.run("-m", "common.compare", code=2).stderr.startswith("error: give the folders of two runs")
