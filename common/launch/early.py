@@ -84,7 +84,7 @@ def check_processes(place: Place) -> None:
 
 
 def _has_cuda(place: Place) -> bool:
-    """Whether a CUDA device may be used, as far as can be told without torch."""
+    """Whether a CUDA device may be used, as far as one knows without torch."""
     refused = place.flags.device == "cpu" or place.flags.no_accel
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     nodes = any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))

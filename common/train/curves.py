@@ -91,9 +91,14 @@ def _draw_panel(axis: Any, lines: Mapping[str, Line], colours: Mapping[str, str]
         for step, value in line:
             if value > high:
                 axis.annotate(
-                    f"{value:.3g} ↑", (step, 1), xycoords=("data", "axes fraction"),
-                    color=colour, fontsize=7, va="top", ha="left",
-                )  # fmt: off
+                    f"{value:.3g} ↑",
+                    (step, 1),
+                    xycoords=("data", "axes fraction"),
+                    color=colour,
+                    fontsize=7,
+                    va="top",
+                    ha="left",
+                )
     if high < float("inf"):
         axis.set_ylim(low, high)
     bottom, top = axis.get_ylim()

@@ -239,7 +239,7 @@ def test_a_line_comes_at_once(programs: Programs) -> None:
         (
             ("--device", "cpu"),
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"},
-            "starting 3 processes, by torchrun, node 0 of 3 (gloo, 127.0.0.1) ...\n",
+            "starting 3 processes, node 0 of 3, by torchrun (gloo, 127.0.0.1) ...\n",
         ),
         ((), {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, ""),
     ):
