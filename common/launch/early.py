@@ -25,7 +25,7 @@ def judge(args: Any, place: Place) -> None:
     check_processes(place)
     if place.num_nodes == 1:
         _check_paths(args)
-        if hasattr(args, "epochs") and place.rank == 0:
+        if hasattr(args, "out") and hasattr(args, "epochs") and place.rank == 0:
             check_out(args.out)
     track = getattr(getattr(args, "watch", None), "track", "no")
     if track != "no" and importlib.util.find_spec(track) is None:

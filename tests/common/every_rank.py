@@ -28,6 +28,7 @@ from common.data.samplers import GlobalBatchSampler
 from common.doctor import job
 from common.images.args import ImageArgs
 from common.images.loader import warn_of_broken
+from common.images.predict import Trained, probabilities
 from common.images.sets import load_images
 from common.images.shapes import drawn_images
 from common.launch import collectives
@@ -45,7 +46,7 @@ from common.train.meters import Meters
 from common.train.run import Run
 from common.train.stop import Stop
 from common.train.summary import record_evaluation, show_epoch, show_evaluation, write_result
-from common.train.weights import load_model
+from common.train.weights import init_model, load_model
 from examples.mnist_ddp_spawn.args import Args
 
 WATCHED = float(os.environ.get("WATCHED_SECONDS", 2.0))  # how long the rank that calls alone is given to come back
@@ -67,6 +68,7 @@ class Here:
             nn.init.ones_(parameter)
         self.args: Any = parse(Args, ["--out", str(folder / "out"), "--precision", "fp32"])
         self.doctor: Any = SimpleNamespace(args=SimpleNamespace(out=folder), device=torch.device("cpu"), backend="gloo")
+        self.predict: Any = SimpleNamespace(batch_size=1)
         self.data = digits()
         self.checkpoints = Checkpoints(folder / "checkpoints", {"model": self.model}, {})
         self.meters = Meters(Log(folder, active=False), "images")
@@ -142,6 +144,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "gather_objects": lambda _: lambda: collectives.gather_objects(1),
     "greet": lambda here: lambda: greet(here.run),
     "image_data": lambda here: lambda: image_data("mnist", here.folder.parent),
+    "init_model": lambda here: lambda: init_model(here.folder.parent / "w.safetensors", here.model),
     "load": lambda here: lambda: here.checkpoints.load("auto"),
     "load_images": lambda here: lambda: load_images(ImageArgs(), 0, here.folder),
     "load_model": lambda here: lambda: load_model(str(here.folder.parent / "w.safetensors"), here.folder, here.model),
@@ -150,6 +153,9 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "mnist_folder": lambda here: lambda: mnist_folder(here.folder.parent, "mnist"),
     "ordered_predictions": lambda _: lambda: ordered_predictions(torch.zeros(1, 1), 2),
     "output": lambda here: lambda: list(job.output(here.doctor)),
+    "probabilities": lambda here: (
+        lambda: probabilities(here.predict, [], Trained(["0", "1"], {}, {}), here.model, here.run.amp)
+    ),
     "progress": lambda here: lambda: here.meters.progress("epoch", 1),
     "record_evaluation": lambda here: lambda: record_evaluation(here.run, "epoch 1", {"accuracy": 1.0}),
     "resume": lambda here: here.resumed,

@@ -191,7 +191,9 @@ def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path, pe
     for workers in (0, 1):  # a loader's worker passes its mistakes on in a traceback
         done = programs.run(*TRAIN, *flags, "--workers", workers, "--dataset", pets, "--out", tmp_path / "out", code=2)
         line = done.stderr.replace(NO_GPU, "")
-        assert re.fullmatch(rf"error: {broken} cannot be used \(.*\): remove or replace it\n", line), line
+        assert re.fullmatch(
+            rf"error: {broken} cannot be used \(.*\): remove or replace it, or give --skip-broken\n", line
+        ), line
 
 
 def test_interrupted_and_resumed_at_another_number_of_stages(
@@ -254,8 +256,10 @@ def test_a_lost_stage_is_named_and_ends_all(
         (["--schedule", "zbv"], "--schedule zbv needs --engine torch"),
         (["--cuts", "layer9.0"], "--cuts layer9.0: no block of this name; a stage may begin with layer1"),
         (["--cuts", "layer1.0", "layer2.0"], r"--cuts: 1 stages need 0 cut\(s\), 2 were given"),
-        (["--dataset", "nowhere"], "nowhere/train must be a folder with one folder of images per class"),
-        (["--weights", "nowhere"], "nowhere cannot be read as weights"),
+        (["--dataset", "nowhere"], "--dataset nowhere: there is no such file or folder"),
+        (["--weights", "nowhere"], "--init nowhere: there is no such file or folder"),
+        (["--weights", "/dev/null"], "/dev/null cannot be read as weights"),
+        (["--dataset", "k8s"], "k8s/train must be a folder with one folder of images per class"),
         (["-b", 3, "-m", 3], "BatchNorm cannot normalise over one value"),
         (["--nproc", 2, "--engine", "torch", "-m", 1], "--engine torch --schedule 1f1b --micro-batches 1"),
     ],
