@@ -104,7 +104,7 @@ def overlays() -> list[Overlay]:
     ]
     command = ("torchrun", "-m", "examples.imagenet_ddp", "--resume", "auto")
     folder = (*command, "-a", "resnet50", "-b", "2048", "/data")
-    memory = "16Gi} # batches of 512 images that loader workers hand over to 4 processes"
+    memory = "16Gi} # batches of 256 images that loader workers hand over to 4 processes"
     notes = (*ON_GPUS, *WITH_IMAGES)
     cluster = ("rdma", "nccl", "gpu-product", "priority", "kueue", "topology", "deadline")
     rdma = "on two nodes of 4 GPUs in one rack, with RDMA, admitted by Kueue"

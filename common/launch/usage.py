@@ -127,7 +127,7 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
     by_name = {flag.names[0] if flag.positional else flag.field: flag for flag in flags}
     first = [by_name[name] for name in FIRST if name in by_name][:6]
     many = len(flags) > 8
-    sections: dict[str, list[Flag]] = {"First of all": first} if many else {}
+    sections: dict[str, list[Flag]] = {"Common flags": first} if many else {}
     for flag in flags:
         if not (many and flag in first):
             sections.setdefault(flag.section, []).append(flag)

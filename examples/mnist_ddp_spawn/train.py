@@ -1,4 +1,4 @@
-"""mnist_ddp_spawn: data-parallel training, with every distributed step in this file.
+"""mnist_ddp_spawn: data-parallel training; what makes it distributed is in this file.
 
     python -m examples.mnist_ddp_spawn                        # a world of one
     python -m examples.mnist_ddp_spawn --nproc 2              # two processes
@@ -6,7 +6,8 @@
     python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
     python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
 
-With any number of processes, the training is the same up to rounding.
+With any number of processes, the training is the same up to rounding. `Run` is bookkeeping; it also
+communicates, to stop together, to save, and to average the losses.
 """
 
 import runpy
@@ -75,7 +76,7 @@ def train(args: Args, device: torch.device) -> None:
             pin_memory=device.type == "cuda",
         )
         model = DDP(
-            run.prepare(DigitNet(data.size, data.classes)),
+            run.prepare(DigitNet(data.size, data.classes)),  # moved to the device
             device_ids=[device] if device.type == "cuda" else None,
             find_unused_parameters=args.find_unused_parameters,
             gradient_as_bucket_view=True,  # saves a copy of the gradients
@@ -91,7 +92,7 @@ def train(args: Args, device: torch.device) -> None:
         steps = args.num_epochs * len(loader)
         scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
         run.resume(model=model, optimizer=optimizer, scheduler=scheduler)  # with --resume
-        warm_up_buckets(model)  # a resumed run then adds gradients in the same order
+        warm_up_buckets(model)  # a resumed run then has the same bits with 3 ranks, too
 
         for epoch in run.epochs(args.num_epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
@@ -105,7 +106,7 @@ def train(args: Args, device: torch.device) -> None:
                 loss_sum = F.cross_entropy(
                     logits, labels, reduction="sum", label_smoothing=args.label_smoothing
                 )
-                # DDP averages over the ranks: this makes it the mean over the global batch.
+                # DDP averages over the ranks: mean of (loss_sum * W / B) = mean over the batch.
                 loss = loss_sum * world_size / batch_samples
                 optimizer.zero_grad()
                 run.scaler.scale(loss).backward()  # DDP all-reduces full buckets meanwhile

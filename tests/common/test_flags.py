@@ -105,7 +105,7 @@ def test_help_and_mistakes_answer_without_heavy_imports(answers: Answers, progra
 
 def check_help(text: str, program: str) -> None:
     """As it is typed, in 80 columns but for the commands shown, six flags first, one default per flag, no Python."""
-    usage, flags = text.splitlines()[0], text.partition("\n\nFirst of all:\n")[2]
+    usage, flags = text.splitlines()[0], text.partition("\n\nCommon flags:\n")[2]
     assert re.fullmatch(rf"usage: python -m {program}( \[DIR\])? \[flags\]", usage)
     assert all(len(line) <= 80 for line in flags.splitlines())
     first = re.findall(r"^  (?:-\w, )?(\S+)", flags.partition("\n\n")[0], re.MULTILINE)

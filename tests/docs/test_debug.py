@@ -48,7 +48,8 @@ def stopping(folder: Path, line: str) -> Path:
 def test_one_process_under_pdb(programs: Programs, tmp_path: Path) -> None:
     lines = (ROOT / TRAIN).read_text().splitlines()
     (number,) = (number for number, line in enumerate(lines, 1) if "evaluation = evaluate(" in line)
-    said = asked(programs, PDB, f"tbreak {TRAIN}:{number}\nc\np ('epochs', epochs)\nc\n", ROOT, tmp_path / "out")
+    answers = f"tbreak {TRAIN}:{number}\nc\np ('epochs', args.num_epochs)\nc\n"
+    said = asked(programs, PDB, answers, ROOT, tmp_path / "out")
     assert "('epochs', 1)" in said
     assert result(tmp_path / "out")["world_size"] == 1
 

@@ -57,6 +57,7 @@ def documented() -> list[Command]:
 def command(text: str) -> Command | None:
     """The part of a command line that is about ranks and devices; None where it starts no program of this kind."""
     text = re.sub(r"\s*([|&;>]|\d>).*", "", text)
+    text = re.sub(r" --config \S+", "", text)  # a file that an earlier command has written
     started = re.search(r"(python|torchrun)\b.* -m ((examples|common\.doctor)[\w.]*)", text)
     if not started or started[2] in PLACEHOLDERS or re.search(r"\.\.\.|\$", text):
         return None

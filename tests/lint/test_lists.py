@@ -11,6 +11,12 @@ from tests.hashes import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 NAMES = {path.parent.name for path in ROOT.glob("examples/*/train.py")}
+TEMPLATE = {"your_model"}  # has no image and no manifests
+
+
+def keys(file: str) -> set[str]:
+    """The names that begin the entries of a file's tables."""
+    return set(re.findall(r'^    "(\w+)": \(', (ROOT / file).read_text(), re.MULTILINE)) & NAMES
 
 
 def test_every_example_is_in_every_list() -> None:
@@ -26,6 +32,12 @@ def test_every_example_is_in_every_list() -> None:
         "a short training, in tests/contract/trainings.py": set(EXAMPLES),
         "a copy, in tests/examples/test_copy.py": set(COPIES),
         "a recorded hash, in tests/hashes.py": set(PROGRAMS),
+        "TRAININGS of benchmarks/gpu_checks.py": keys("benchmarks/gpu_checks.py"),
+        "SHORT of tests/e2e/test_two_nodes.py": keys("tests/e2e/test_two_nodes.py") | TEMPLATE,
+        "docker/NAME/Dockerfile": {path.parent.name for path in ROOT.glob("docker/*/Dockerfile")} - {"base"} | TEMPLATE,
+        "k8s/overlays/NAME, by python k8s/generate.py": {path.name for path in ROOT.glob("k8s/overlays/*")} & NAMES
+        | TEMPLATE,
+        "a card, by python -m docs.cards": {path.stem for path in ROOT.glob("docs/images/cards/*.svg")},
     }
     missing = {what: sorted(NAMES - found) for what, found in lists.items() if NAMES - found}
     assert missing == {}, f"add to each of these: {missing}"
