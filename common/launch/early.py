@@ -63,7 +63,7 @@ def check_out(out: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"--out {out} cannot be written ({error.strerror} in {folder}): choose another folder"
+            f"--out {out} cannot be written ({error.strerror}): choose another folder"
         ) from None
 
 
