@@ -124,7 +124,7 @@ def test_an_example_adds_little_to_the_base() -> None:
 def test_flags_and_mistakes(containers: Containers, out: Path) -> None:
     """Flags go to the program; a mistake ends with 2."""
     name = "mnist_ddp_spawn"
-    said = containers.run("mistake", image(name), "--nproc", "2", "--batch-size", "7", code=2)
+    said = containers.run("mistake", image(name), *("--nproc", "2", "--batch-size", "7", "--out", "/tmp/out"), code=2)
     assert "cannot be divided by 2 ranks" in said
     said = containers.run("no-volume", image(name), code=2)
     assert "cannot be written (Read-only file system): choose another folder" in said
