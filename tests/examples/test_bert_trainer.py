@@ -178,7 +178,8 @@ def test_mutation_the_models_own_loss_in_the_trainer(
         (["--nproc", 2, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 ranks"),
         (["--nproc", 2, "--csv", "CSV"], r"\S+ has 0 usable review\(s\) with the label 0"),
         (["--save-total-limit", 2], "--save-total-limit 2: give at least 3"),
-        (["--resume", "nothing"], "checkpoint nothing is damaged .*, or not a checkpoint of this program"),
+        (["--resume", "nothing"], "checkpoint nothing does not exist"),
+        (["--resume", "/dev/null"], "checkpoint /dev/null is damaged .*, or not a checkpoint of this program"),
     ],
 )
 def test_bad_input_of_the_trainer_is_one_line(
