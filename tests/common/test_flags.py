@@ -50,7 +50,10 @@ MISTAKES = (
     (["--track", "mlflow"], r"error: --track mlflow: this package is not installed: pip install mlflow\n"),
     (["--resume", "nowhere"], r"error: checkpoint nowhere does not exist: --resume takes auto, a path, or no\n"),
     (["--out", "README.md"], r"error: --out README.md is a file: choose a folder\n"),
-    (["--out", "/proc/runs"], r"error: --out /proc/runs cannot be written \(.*\): choose another folder\n"),
+    (
+        ["--out", "/proc/runs"],
+        r"error: --out /proc/runs cannot be written \(No such file or directory\): choose another folder\n",
+    ),
     (["--world-size", "2", "--rank", "5", "--dist-url", "tcp://h:1"], "error: --rank 5 with --world-size 2: .*\n"),
 )
 # Forks a process for every command: starting Python 65 times takes half a minute.

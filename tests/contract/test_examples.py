@@ -60,9 +60,8 @@ def test_three_processes_train_as_one(trainings: Trainings, example: str) -> Non
 
 
 def compare(many: Path, one: Path) -> None:
-    """The first losses agree up to rounding, which each step multiplies; the world differs and the work does not."""
-    assert_allclose(losses(many)[:10], losses(one)[:10], rtol=2e-5, atol=1e-6)
-    assert_allclose(losses(many)[:20], losses(one)[:20], rtol=1e-3, atol=1e-6)
+    """The first losses agree up to rounding, which later steps multiply; the world differs and the work does not."""
+    assert_allclose(losses(many)[:20], losses(one)[:20], rtol=1e-4, atol=1e-6)
     names = ("epochs", "steps", "global_batch", "settings", "precision")
     assert {name: result(many)[name] for name in names} == {name: result(one)[name] for name in names}
 
