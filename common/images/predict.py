@@ -25,6 +25,7 @@ from common.launch.console import warn
 from common.launch.device import choose_device
 from common.launch.errors import UserError
 from common.launch.place import Place
+from common.launch.record import record
 from common.launch.rendezvous import JOB
 from common.train.amp import MixedPrecision
 from common.train.evaluate import ordered_predictions
@@ -90,6 +91,7 @@ def read_trained(file: Path, example: str) -> Trained:
     return Trained(*(json.loads(about[name]) for name in ("class_names", "arguments", "data")))
 
 
+@record
 def predict(
     local_rank: int, place: Place, args: PredictArgs, build: Callable[[Trained], nn.Module]
 ) -> None:

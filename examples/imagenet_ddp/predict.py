@@ -7,6 +7,8 @@
 The model is that of --weights, by default the one in runs/imagenet_ddp.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -14,7 +16,6 @@ from common.images.args import PredictArgs
 from common.images.predict import Trained, predict
 from common.launch.args import start
 from common.launch.place import Place
-from common.launch.record import record
 from common.launch.spawn import launch
 from examples.imagenet_ddp.args import Recipe
 from examples.imagenet_ddp.recipe import build_model
@@ -27,14 +28,8 @@ def build(trained: Trained) -> nn.Module:
 
 
 def main(place: Place, args: PredictArgs) -> None:
-    """Start a process per rank."""
-    launch(main_worker, place, args)
-
-
-@record
-def main_worker(local_rank: int, place: Place, args: PredictArgs) -> None:
-    """One process of the job."""
-    predict(local_rank, place, args, build)
+    """Predict in every process of this node."""
+    launch(partial(predict, build=build), place, args)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ The model is that of --weights, by default the one in runs/resnet_pipeline. It i
 whole: no stage of it is on another process.
 """
 
+from functools import partial
+
 from torch import nn
 
 from common.images.args import PredictArgs
 from common.images.predict import Trained, predict
 from common.launch.args import start
 from common.launch.place import Place
-from common.launch.record import record
 from common.launch.spawn import launch
 from examples.resnet_pipeline.model import build as build_resnet
 
@@ -26,14 +27,8 @@ def build(trained: Trained) -> nn.Module:
 
 
 def main(place: Place, args: PredictArgs) -> None:
-    """Start a process per rank."""
-    launch(main_worker, place, args)
-
-
-@record
-def main_worker(local_rank: int, place: Place, args: PredictArgs) -> None:
-    """One process of the job."""
-    predict(local_rank, place, args, build)
+    """Predict in every process of this node."""
+    launch(partial(predict, build=build), place, args)
 
 
 if __name__ == "__main__":
