@@ -129,7 +129,7 @@ class Soak:
     Args:
         args: the flags.
         programs: starts processes, and knows what is left of them.
-        folder: for everything the soak writes.
+        folder: for the output.
     """
 
     def __init__(self, args: Args, programs: Programs, folder: Path) -> None:

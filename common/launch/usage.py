@@ -135,7 +135,7 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
     lines = [f"usage: {command}{where} [flags]", "", *description.strip().splitlines()]
     for title, members in sections.items():
         lines += ["", f"{title}:", *(line for flag in members for line in _entry(flag))]
-    return "\n".join([*lines, f"  {'-h, --help':{NAMES_WIDTH}}Show this text, and end.", ""])
+    return "\n".join([*lines, f"  {'-h, --help':{NAMES_WIDTH}}Show this help and exit.", ""])
 
 
 def _entry(flag: Flag) -> list[str]:

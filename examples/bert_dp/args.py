@@ -118,7 +118,7 @@ class Args:
     seed: int = 0
     """Seed of the split, the parameters and the order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200
@@ -152,7 +152,7 @@ class TrainerArgs:
     seed: int = 0
     """Seed of the split, the parameters and the order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp_trainer")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     text: OmitArgPrefixes[TextArgs] = TextArgs()
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision(channels_last="no")
@@ -174,7 +174,7 @@ class RobustTrainerArgs(TrainerArgs):
     """The flags of `trainer_robust.py`."""
 
     out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp_trainer_robust")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
 

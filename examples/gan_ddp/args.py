@@ -35,7 +35,7 @@ class Args:
     seed: int = 0
     """Seed of parameters, noise and sample order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/gan_ddp")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None

@@ -77,7 +77,7 @@ class Args:
     keep: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 2
     """Checkpoints that stay."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/imagenet_ddp")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     images: OmitArgPrefixes[ImageArgs] = ImageArgs()
     recipe: OmitArgPrefixes[Recipe] = Recipe()
     launch: OmitArgPrefixes[Launch] = Launch()

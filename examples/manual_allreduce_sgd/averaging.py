@@ -1,5 +1,7 @@
 """The simplest way to average gradients over the ranks, which the other files improve on."""
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.train.ddp import warm_up_buckets
 
 
-class Averaging:
+class Averaging(ABC):
     """A model to train, and what makes its gradients the means over the ranks.
 
     Every rank constructs it with the same model, calls `zero_grad()` (which sets gradients to None)
@@ -29,9 +31,9 @@ class Averaging:
         self.parameters = trained[::-1]
         self.bytes_sent = 0
 
+    @abstractmethod
     def average(self) -> None:
         """Make the gradient of each parameter the mean over the ranks. Every rank calls this."""
-        raise NotImplementedError
 
 
 class PerParameter(Averaging):

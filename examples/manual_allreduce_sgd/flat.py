@@ -1,5 +1,6 @@
 """Gradients side by side in one tensor: few large messages instead of many small ones."""
 
+from abc import abstractmethod
 from datetime import timedelta
 
 import torch
@@ -54,9 +55,9 @@ class FlatGradients(Averaging):
         parameter.grad = None  # frees its memory for the next one
         self._missing.discard(parameter)
 
+    @abstractmethod
     def reduce(self) -> Tensor:
         """Sum `flat` over the ranks; returns the sum, [n]. Every rank calls this."""
-        raise NotImplementedError
 
     def average(self) -> None:
         """Make the gradient of each parameter the mean over the ranks. Every rank calls this."""

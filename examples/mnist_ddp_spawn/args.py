@@ -32,7 +32,7 @@ class Args:
     label_smoothing: float = 0.1
     """Share of the target that is spread over all classes."""
     dry_run: bool = False
-    """Train on one batch, to see that all works."""
+    """Train on one batch as a smoke test."""
     seed: int = 0
     """Seed of parameters and sample order."""
     test_batch_size: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 1000
@@ -48,7 +48,7 @@ class Args:
     save_model: Annotated[bool, MAY_CHANGE] = False
     """Of pytorch/examples: refused, since the best weights are kept anyway."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/mnist_ddp_spawn")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None

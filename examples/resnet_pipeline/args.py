@@ -93,7 +93,7 @@ class Args:
     workers: Annotated[int, arg(aliases=["-j"], metavar="N"), MAY_CHANGE] = 0
     """Loader processes of each first stage."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/resnet_pipeline")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 200

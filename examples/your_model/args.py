@@ -29,7 +29,7 @@ class Args:
     find_unused_parameters: Annotated[bool, MAY_CHANGE] = False
     """Let DDP search for parameters that a forward did not use."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/your_model")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
     resume: Annotated[str, arg(metavar="auto|PATH|no"), MAY_CHANGE] = "no"
     """auto (newest valid checkpoint in --out), a checkpoint's path, or no."""
     init: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
@@ -56,4 +56,4 @@ class TextArgs(Args):
     lr: float = 0.005
     """Highest learning rate of the one-cycle schedule."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/language_model")
-    """Folder for everything that the run writes."""
+    """Folder for the output of the run."""
