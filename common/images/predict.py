@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from common.data.models import DigitNet
 from common.data.samplers import Shard
 from common.images.args import PredictArgs
 from common.images.crop import middle, resize
@@ -72,6 +73,11 @@ class Trained:
         return ((pixels - torch.tensor(MEAN)) / torch.tensor(STD)).permute(2, 0, 1)
 
 
+def digit_net(trained: Trained) -> nn.Module:
+    """The model of the examples that train on digits."""
+    return DigitNet(trained.size, len(trained.class_names))
+
+
 def read_trained(file: Path, example: str) -> Trained:
     """Read what the weights of an example tell.
 
@@ -93,7 +99,11 @@ def read_trained(file: Path, example: str) -> Trained:
 
 @record
 def predict(
-    local_rank: int, place: Place, args: PredictArgs, build: Callable[[Trained], nn.Module]
+    local_rank: int,
+    place: Place,
+    args: PredictArgs,
+    example: str,
+    build: Callable[[Trained], nn.Module],
 ) -> None:
     """Become a rank; print what an image is, or write a row for each image of a folder.
 
@@ -104,7 +114,8 @@ def predict(
         local_rank: of this process.
         place: of the job.
         args: the flags.
-        build: makes the model; it belongs to an example.
+        example: whose weights they must be.
+        build: makes the model.
 
     Raises:
         UserError: as `read_trained` and `images_below`; the one image is broken.
@@ -112,7 +123,6 @@ def predict(
     place.export(local_rank)
     device, backend = choose_device(args.launch, local_rank)
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
-    example = build.__module__.split(".")[-2]
     weights = args.weights or Path("runs") / example / "best.safetensors"
     trained = read_trained(weights, example)
     amp = MixedPrecision(args.amp, device)

@@ -29,7 +29,7 @@ def build(trained: Trained) -> nn.Module:
 
 def main(place: Place, args: PredictArgs) -> None:
     """Predict in every process of this node."""
-    launch(partial(predict, build=build), place, args)
+    launch(partial(predict, example="imagenet_ddp", build=build), place, args)
 
 
 if __name__ == "__main__":

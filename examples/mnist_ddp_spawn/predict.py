@@ -10,24 +10,16 @@ Images become grey and as large as those that it was trained on: white on black,
 
 from functools import partial
 
-from torch import nn
-
-from common.data.models import DigitNet
 from common.images.args import PredictArgs
-from common.images.predict import Trained, predict
+from common.images.predict import digit_net, predict
 from common.launch.args import start
 from common.launch.place import Place
 from common.launch.spawn import launch
 
 
-def build(trained: Trained) -> nn.Module:
-    """The model that was trained."""
-    return DigitNet(trained.size, len(trained.class_names))
-
-
 def main(place: Place, args: PredictArgs) -> None:
     """Predict in every process of this node."""
-    launch(partial(predict, build=build), place, args)
+    launch(partial(predict, example="mnist_ddp_spawn", build=digit_net), place, args)
 
 
 if __name__ == "__main__":
