@@ -4,11 +4,15 @@ import inspect
 import os
 import re
 import signal
+import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from common.launch.who import ask, report
 from common.launch.who.verdict import verdict
 from tests.conftest import Programs
 from tests.faults import mistakes
@@ -179,3 +183,38 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
 
 def says(programs: Programs, out: Path) -> str:
     return programs.run("-m", "common.who", out).stdout
+
+
+def test_a_report_that_fails_hides_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has lost another one says why it ends, whatever happens to the table of ranks."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("in the report")
+
+    rank = SimpleNamespace(pid=os.getpid(), roll=["0", "1"], frozen=None, state=fails)
+    monkeypatch.setattr(report.watcher, "watching", rank)
+    monkeypatch.setattr(report.place, "current", lambda: SimpleNamespace(local_rank=0))
+    asked: list[Any] = []
+    monkeypatch.setattr(report.last_words, "answer", lambda what, *_: asked.append(what) or True)
+    monkeypatch.setattr(report, "show", fails)
+    report.report(RuntimeError("the reason"))
+    assert asked == [report._first_to_report, report._reported], "the others need not wait for the table"
+
+
+def test_a_strangers_datagram_is_no_answer() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.settimeout(10)
+
+        def reply() -> None:
+            for words in (b"no JSON", b"[]", b"{}"):
+                stranger.sendto(words, stranger.recvfrom(1024)[1])
+
+        answering = threading.Thread(target=reply)
+        answering.start()
+        member = {"address": stranger.getsockname(), "pid": 0, "began": "", "table": "elsewhere", "node": 0}
+        (state,) = ask.everybody([member], "token", patience=2.0)
+        stranger.sendto(b"", stranger.getsockname())
+        stranger.sendto(b"", stranger.getsockname())
+        answering.join()
+    assert state["silent"] == "no answer"

@@ -71,9 +71,9 @@ def everybody(roll: list[Member], token: str, patience: float = PATIENCE) -> lis
             if select.select([asking], [], [], 0.02)[0]:
                 try:
                     state = json.loads(asking.recvfrom(1 << 16)[0])
-                except OSError:
-                    continue  # nobody listens there any more
-                answers[state["rank"]] = state
+                    answers[state["rank"]] = state
+                except (OSError, ValueError, TypeError, KeyError):
+                    continue  # nobody listens there any more, or a stranger answers
     return [answers.get(rank) or _described(rank, member) for rank, member in enumerate(roll)]
 
 

@@ -48,10 +48,10 @@ def report(error: BaseException | None = None, seconds: float = 2.0) -> None:
     if own is None or len(own.roll) == 1:
         return
     if error is not None and own.frozen is None:
-        with contextlib.suppress(ZeroDivisionError):
+        with contextlib.suppress(Exception):  # as below
             own.frozen = own.state(error.__traceback__)
     if last_words.answer(_first_to_report, place.current().local_rank == 0):
-        with contextlib.suppress(ZeroDivisionError):  # the reason of the end is what counts
+        with contextlib.suppress(Exception):  # the reason of the end is what counts
             show()
         last_words.answer(_reported, None, 1.0)
     else:
