@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.compare.runs import Finished, differing, load
+from common.launch.args import show
 from common.train.curves import Line, draw_panels
 from common.train.files import check_writable, write_atomically
 
@@ -37,9 +38,9 @@ def compare(folders: Sequence[Path], out: Path) -> None:
     panels = panels_of(runs)
     if panels:
         draw_panels(picture, panels, names)
-    print("\n".join(table([run.name for run in runs], rows)))
     write_atomically(page, page_of(runs, rows, picture if panels else None).encode())
-    print(f"{'curves:':23}{picture}\n{'page:':23}{page}")
+    files = [f"{'curves:':23}{picture}", f"{'page:':23}{page}", ""]
+    show("\n".join([*table([run.name for run in runs], rows), *files]))
 
 
 def panels_of(runs: Sequence[Finished]) -> dict[str, dict[str, Line]]:

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.launch.errors import UserError
-from common.train.curves import Line, lines_of
+from common.train.curves import Line, lines_of, read_points
 
 # What differs between any two runs and says nothing, or is said by another name.
 SILENT = ("argv", "out", "resume", "config", "save_config", "settings", "final_loss")
@@ -39,11 +38,7 @@ def _load(name: str, folder: Path) -> Finished:
     facts: dict[str, str] = {}
     file = folder / "result.json"
     try:
-        points = []
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            with suppress(json.JSONDecodeError):  # it may have been cut when the run was killed
-                record = json.loads(line)
-                points.append((record.pop("step"), record))
+        points = read_points(folder / "metrics.jsonl")
         if file.exists():
             facts = flat(json.loads(file.read_text()))
     except (OSError, UnicodeDecodeError, ValueError) as error:

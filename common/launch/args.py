@@ -175,7 +175,7 @@ def parse(
         if file:
             default = _read(cls, config_words(cls, file), f"--config {file}: ")
         if {"-h", "--help"} & set(words):
-            _show(help_text(cls, command, description or cls.__doc__ or "", default))
+            show(help_text(cls, command, description or cls.__doc__ or "", default))
             raise SystemExit(0)
         return _read(cls, words, default=default)
     except UserError as error:
@@ -208,7 +208,7 @@ def _read(cls: type[Args], words: Sequence[str], where: str = "", default: Any =
         raise UserError(f"{where}{mistake} (--help lists the flags)") from None
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
     """Print; whoever reads it may have seen enough (`| head`)."""
     try:
         sys.stdout.write(text)

@@ -1,7 +1,9 @@
 """Curves of one run, or of several on top of each other. No torch here."""
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,16 @@ Line = list[tuple[int, float]]
 PANELS = {"test": "test set", "loss": "loss"}  # groups of names, from the top down
 COLOURS = ("#c4391d", "#1a7f37", "#8250df", "#9a6700", "#0b5cad", "#57606a", "#bf3989", "#0f7b8a")
 FLAT = 3  # a few values that stretch an axis by more than this are cut off
+
+
+def read_points(file: Path) -> list[Point]:
+    """The records of metrics.jsonl; the last line may have been cut when the run was killed."""
+    points: list[Point] = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            points.append((record.pop("step"), record))
+    return points
 
 
 def lines_of(points: Sequence[Point]) -> dict[str, Line]:

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.launch.errors import UserError
-from common.train.curves import Point
+from common.train.curves import Point, read_points
 from common.train.files import set_aside, write_atomically, writing
 from common.train.track import Tracker
 
@@ -85,7 +85,7 @@ class Log:
         file = self.out / "metrics.jsonl"
         if not resumed and (aside := set_aside(self.out)):
             self.print0(f"results of an earlier run were moved to {aside}")
-        self.points = [point for point in _points(file) if point[0] <= step] if resumed else []
+        self.points = [point for point in read_points(file) if point[0] <= step] if resumed else []
         write_atomically(file, "".join(_line(*point) for point in self.points).encode())
         (self.out / "result.json").unlink(missing_ok=True)  # an earlier run's: this one may fail
         if not resumed:
@@ -162,16 +162,6 @@ def _records(points: Sequence[Point], first: bool) -> bytes:
         event = protocol.Event(wall_time=now, step=step, summary={"value": scalars})
         records.write(event.SerializeToString())
     return content.getvalue()
-
-
-def _points(file: Path) -> list[Point]:
-    """The records of metrics.jsonl; the last line may have been cut when the run was killed."""
-    points: list[Point] = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            points.append((record.pop("step"), record))
-    return points
 
 
 def _line(step: int, values: Mapping[str, float]) -> str:

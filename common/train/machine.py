@@ -16,12 +16,7 @@ def commit() -> str | None:
     """The commit of this code, with a `+` where files differ from it; None outside of git."""
     git, quiet = ["git", "-C", str(ROOT)], dict[str, Any](capture_output=True, text=True, timeout=5)
     try:
-        found = subprocess.run(
-            [*git, "rev-parse", "--show-toplevel", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
+        found = subprocess.run([*git, "rev-parse", "--show-toplevel", "HEAD"], **quiet)
         if found.returncode or Path(found.stdout.splitlines()[0]) != ROOT:
             return None
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], **quiet).returncode

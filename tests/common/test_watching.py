@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,8 @@ from common.compare.runs import flat
 from common.train.curves import draw_curves, limits, spread
 from common.train.lines import duration, epoch_line
 from common.train.log import Log
-from tests.conftest import Programs
+from tests.conftest import ROOT, Programs
+from tests.machine import here
 
 POINTS = [
     *((step, {"loss/train": 3 / step, "loss/generator": 0.5}) for step in range(1, 41)),
@@ -200,6 +202,15 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.height > 500  # two panels
     assert flat({"peak_memory_mb": [{"host": 10}, {"host": 12}]}) == {"peak_memory_mb.host": "12"}
+
+
+def test_nobody_has_to_read_a_comparison(tmp_path: Path) -> None:
+    for name in "ab":
+        a_run(tmp_path / name, 0.1, 0.9, name)
+    command = f"{sys.executable} -m common.compare {tmp_path}/a {tmp_path}/b --out {tmp_path}/out | true"
+    done = subprocess.run(["/bin/sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=here(60))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out" / "compare.html").exists()
 
 
 def test_a_folder_without_a_run_is_named(programs: Programs, tmp_path: Path) -> None:
