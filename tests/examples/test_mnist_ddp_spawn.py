@@ -459,6 +459,21 @@ def test_resuming_at_another_world_size_says_what_it_means(programs: Programs, t
     assert result(tmp_path)["steps"] == 27
 
 
+def test_the_flags_of_pytorchs_example_are_taken(programs: Programs, tmp_path: Path) -> None:
+    """One batch of one epoch; lines of the log; and evaluation by other batches, which is the same."""
+    flags = ("--nproc", 2, "--precision", "fp32")
+    dry = programs.run(*TRAIN, *flags, "--dry-run", "--out", tmp_path / "dry")
+    found = result(tmp_path / "dry")
+    assert (found["steps"], found["train_samples"], found["epochs"]) == (1, 120, 1)
+    assert "epoch 1/1 " in dry.stdout
+    said = [
+        programs.run(*TRAIN, *flags, "--epochs", 1, *more, "--out", tmp_path / name).stdout
+        for name, more in (("usual", ()), ("other", ("--test-batch-size", 7, "--log-interval", 5)))
+    ]
+    assert predictions(tmp_path / "usual") == predictions(tmp_path / "other")
+    assert [re.findall(r"^epoch 1/1, step (\d+)/12: loss ", text, re.MULTILINE) for text in said] == [[], ["5", "10"]]
+
+
 # ------------------------------------------------------------------------------------------------- bad input
 
 
@@ -473,6 +488,12 @@ def test_resuming_at_another_world_size_says_what_it_means(programs: Programs, t
         (["--nproc", 2, "--resume", "nothing.pt"], "checkpoint nothing.pt does not exist"),
         (["--epochs", 0], "--epochs 0: give at least 1"),
         (["--lr", "nan"], "--lr nan: give at least 0"),
+        (
+            ["--gamma", 0.7],
+            "--gamma: the learning rate rises to --lr and falls to 0 once per run here, .*",
+        ),
+        (["--save-model"], "--save-model: the best weights are always kept, in .*/out/best.safetensors: leave it out"),
+        (["--test-batch-size", 0], "--test-batch-size 0: give at least 1"),
         (["--label-smoothing", 2], "--label-smoothing 2.0: give a number from 0 to below 1"),
         (["--nproc", 2, "--dataset", "mnist", "--data-dir", "BROKEN"], "t10k-images-idx3-ubyte.gz .*damaged"),
     ],
