@@ -12,7 +12,7 @@ from typing import NamedTuple
 from benchmarks.gpu_checks import TRAININGS, Check, Failed, Machine, result
 
 # A line of the log, as `common.train.meters` writes it.
-RATE = re.compile(r"([\d.]+) (\w+)/s, waited for input (\d+)%")
+RATE = re.compile(r"([\d.]+) (\w+)/s, waited (\d+)% for input")
 WAIT = re.compile(r"host wait: (\d+) x (.*)")  # as `benchmarks.host_waits` prints it
 RESNET = ("--dummy", "--epochs", "1")
 REAL = {  # name: flags
@@ -70,7 +70,7 @@ def rate(machine: Machine, label: str, *words: str) -> str:
         raise Failed(f"{label}: there are no two lines with a rate in its log")
     waited = max(int(share) for _, _, share in found)
     per_second = median(float(number) for number, _, _ in found)
-    about = f"{result(out)['precision']}, waited for input up to {waited} %"
+    about = f"{result(out)['precision']}, waited up to {waited}% for input"
     return f"{per_second:,.1f} {found[0][1]}/s, {about}"
 
 

@@ -197,10 +197,6 @@ def orders(args: Args) -> None:
         put(taken)
 
 
-# Shown by every example and tested there: half a second for each of these many runs.
-setattr(summary, "draw_curves", lambda *_: None)  # noqa: B010 - not its type
-setattr(Log, "write_events", lambda _: None)  # noqa: B010
-
 JOBS = {
     "properties": properties,
     "mutations": mutations,
@@ -220,7 +216,11 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of a job."""
     place.export(local_rank)
     dist.init_process_group("gloo", init_method=JOB, timeout=args.launch.patience)
-    JOBS[args.name](args)
+    # Every example draws and writes these, and is tested for it: half a second for each of these many runs.
+    # In these processes only: whoever imports this module keeps them.
+    undrawn = patch.object(summary, "draw_curves", lambda *_: None)
+    with undrawn, patch.object(Log, "write_events", lambda _: None):
+        JOBS[args.name](args)
     dist.destroy_process_group()
 
 

@@ -406,7 +406,7 @@ def test_the_copys_own_model_may_have_batchnorm_and_no_idle_parameter(programs: 
     flags = (*TRAIN, "--nproc", 2, "--epochs", 1, *FP32, "--out", tmp_path / "out")
     programs.run(*flags, cwd=code)
     assert result(tmp_path / "out")["metrics"]["accuracy"] > 0.5
-    built = "        model = DDP(\n            run.prepare(DigitNet(data.size, data.classes)),\n"
+    built = "        model = DDP(\n            run.prepare(DigitNet(data.size, data.classes)),  # moved to the device\n"
     idle = built.replace("        model", "        net = DigitNet(data.size, data.classes)\n        model", 1)
     idle = idle.replace("DigitNet(data.size, data.classes)),", "net),")
     idle = idle.replace("        model", "        net.spare = torch.nn.Parameter(torch.zeros(1))\n        model", 1)
