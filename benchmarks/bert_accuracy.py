@@ -1,0 +1,81 @@
+"""bert_dp beside a linear model: accuracy on the same splits of real reviews, seed by seed.
+
+    python -m benchmarks.bert_accuracy --csv FILE --vocab FILE
+
+Both see the same nine tenths of the reviews. BERT's accuracy is that of its last epoch, which
+nobody has chosen, and that of its best one, which the validation reviews have chosen themselves.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks import harness
+from common.launch.errors import UserError
+from common.launch.flags import at_least
+from examples.bert_dp.baseline import accuracy
+from examples.bert_dp.reviews import read_reviews
+
+
+@dataclass(frozen=True)
+class Args:
+    """The flags of this program."""
+
+    csv: Path | None = None
+    """Reviews (default: those shipped with the example)."""
+    vocab: Path | None = None
+    """vocab.txt of a BERT (default: the characters of the reviews)."""
+    seeds: int = 5
+    """Splits to train on."""
+    epochs: int = 4
+    """Passes over the training reviews."""
+    out: Path = Path("benchmarks/results")
+    """Folder for the measurements (.json)."""
+
+    def __post_init__(self) -> None:
+        at_least(1, seeds=self.seeds, epochs=self.epochs)
+
+
+def trained(args: Args, seed: int) -> dict[str, Any]:
+    """What `python -m examples.bert_dp --fast` comes to.
+
+    Raises:
+        UserError: it failed; its own lines say why.
+    """
+    given = {"--csv": args.csv, "--vocab": args.vocab, "--epochs": args.epochs, "--seed": seed}
+    flags = [str(part) for flag in given.items() if flag[1] is not None for part in flag]
+    with tempfile.TemporaryDirectory() as out:
+        words = ["-m", "examples.bert_dp", "--fast", "--device", "cpu", *flags, "--out", out]
+        if code := subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL).returncode:
+            raise UserError(f"a training ended with exit code {code}")
+        return json.loads((Path(out) / "result.json").read_text())
+
+
+def main(args: Args) -> None:
+    """Train both models with each seed."""
+    about, reviews = harness.facts("torch", "transformers", "scikit-learn"), read_reviews(args.csv)
+    linear, last, best, told = [], [], [], dict[str, Any]()
+    for seed in range(args.seeds):
+        linear.append(accuracy(reviews, seed))
+        told = trained(args, seed)
+        last.append(told["metrics"]["accuracy"])
+        best.append(told["metrics"]["best_accuracy"])
+        print(f"seed {seed}: linear {linear[-1]:.4f}, BERT {last[-1]:.4f}, at best {best[-1]:.4f}")
+    runs = {"linear model": linear, "BERT, last epoch": last, "BERT, best epoch": best}
+    means = {name: round(mean(values), 4) for name, values in runs.items()}
+    inputs = {
+        "input": {"reviews": len(reviews.texts), "name": reviews.name},
+        "flags": f"--fast --epochs {args.epochs}",
+        "precision": told["precision"],
+    }
+    found = {"accuracy": {name: [round(v, 4) for v in values] for name, values in runs.items()}}
+    harness.save("bert_accuracy", about | inputs | found | {"mean": means}, args.out)
+
+
+if __name__ == "__main__":
+    harness.program(Args, main, __doc__)
