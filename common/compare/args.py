@@ -13,7 +13,7 @@ from common.launch.errors import UserError
 class Args:
     """Compare runs: a table of what differs, and their curves on top of each other."""
 
-    runs: Annotated[Positional[tuple[Path, ...]], arg(name="RUN")] = ()
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN ...")] = ()
     """Folders of runs, as --out named them."""
     out: Path = Path("runs/compare")
     """Folder for compare.html and compare.png."""

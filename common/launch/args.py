@@ -29,7 +29,7 @@ from common.launch.early import announce, judge
 from common.launch.errors import UserError, note
 from common.launch.flags import Launch
 from common.launch.resolve import resolve
-from common.launch.usage import help_text, wrong_value
+from common.launch.usage import help_text, one_line, wrong_value
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 # DistributedDataParallel imports torch._dynamo, another second, when it wraps a model.
@@ -95,7 +95,7 @@ def _leave(outcome: dict[str, int]) -> None:
 
 
 def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -> None:
-    command = f"python -m {module.removesuffix('.train')}"
+    command = f"python -m {re.sub(r'[.](train|preflight)$', '', module)}"  # what starts it
     args: Any = parse(cls, description=_docstring(module), command=command)
     try:
         place = resolve(args.launch, os.environ, _cuda_devices)
@@ -231,20 +231,3 @@ def may_speak(env: Mapping[str, str]) -> bool:
     names = ("RANK", "WORLD_SIZE") if launched else ("SLURM_PROCID", "SLURM_NTASKS")
     rank, size = (env.get(name, "") for name in names)
     return not (rank.isdigit() and size.isdigit() and 0 < int(rank) < int(size))
-
-
-def one_line(box: str) -> str:
-    """The message inside the box that tyro draws, up to its first ruler, as one line."""
-    # On a terminal the box has colours.
-    colours_and_frame = r"\x1b\[[0-9;]*m|[│╭╮╰╯]"
-    lines = [re.sub(colours_and_frame, "", line).strip() for line in box.splitlines()]
-    text: list[str] = []
-    for line in lines[1:]:
-        if line.startswith("──"):
-            break
-        text.append(line)
-    suggestion = re.search(r"Perhaps you meant:\s*(\S.*)", "\n".join(lines))
-    hint = ""
-    if suggestion:
-        hint = f"; perhaps you meant {suggestion[1].split(', ')[-1].split()[0]}"
-    return " ".join(text).rstrip(".") + hint

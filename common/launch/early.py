@@ -2,12 +2,12 @@
 
 import importlib.util
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from common.launch.cgroup import cores
+from common.launch.console import warn
 from common.launch.errors import UserError
 from common.launch.flags import MustExist
 from common.launch.place import Place
@@ -106,8 +106,7 @@ def announce(place: Place) -> None:
     if place.launcher in ("torchrun", "slurm"):
         several += f", by {place.launcher}"
     how = ", ".join([backend] * (backend != "auto") + where)
-    print(f"starting {several} ({how}) ...")
+    print(f"starting {several} ({how}) ...", flush=True)
     if not place.launched and place.local_world_size > cores() and not _has_cuda(place):
         wanted = place.local_world_size
-        print(f"warning: {wanted} processes share {cores()} core(s): that is slower, not faster")
-    sys.stdout.flush()
+        warn(f"{wanted} processes share {cores()} core(s): that is slower, not faster")

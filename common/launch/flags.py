@@ -38,13 +38,13 @@ IDX = MustExist(
 class Launch:
     """Processes: who starts them, and how they find each other."""
 
-    nproc: Annotated[int | None, arg(metavar="N"), MAY_CHANGE] = None
+    nproc: Annotated[int | None, arg(metavar="N", aliases=["--nproc-per-node"]), MAY_CHANGE] = None
     """Processes to start on this machine (default: 1)."""
     multiprocessing_distributed: Annotated[bool, MAY_CHANGE] = False
     """Start one process per device of this machine (on a CPU: one)."""
-    world_size: Annotated[int, arg(metavar="NODES"), MAY_CHANGE] = -1
+    world_size: Annotated[int, arg(metavar="NODES", aliases=["--nnodes"]), MAY_CHANGE] = -1
     """Nodes, each started by hand with the same --dist-url (default: WORLD_SIZE, else 1)."""
-    rank: Annotated[int, arg(metavar="NODE"), MAY_CHANGE] = -1
+    rank: Annotated[int, arg(metavar="NODE", aliases=["--node-rank"]), MAY_CHANGE] = -1
     """Number of this node, from 0 (default: RANK, else 0)."""
     dist_url: Annotated[str | None, arg(metavar="URL"), MAY_CHANGE] = None
     """Where nodes meet: tcp://HOST:PORT of node 0, or env:// for MASTER_ADDR and MASTER_PORT."""
@@ -94,14 +94,20 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """Watching and repeating a run."""
+class Repeat:
+    """Repeating a run."""
 
     config: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Take flags from this YAML or JSON file, or from the result.json of a run; flags that are
     typed win."""
     save_config: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Write the flags of this run to this YAML file."""
+
+
+@dataclass(frozen=True)
+class Watch(Repeat):
+    """Watching and repeating a run."""
+
     track: Annotated[Literal["no", "wandb", "mlflow"], MAY_CHANGE] = "no"
     """Send what metrics.jsonl holds to Weights & Biases or MLflow, too."""
     limit_steps: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 0

@@ -6,7 +6,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -28,7 +28,7 @@ class Flag:
         kind: the type of its value, without None.
         takes: what follows its name, in a word; empty for a switch.
         about: the sentence below the field.
-        default: its value when it is not given.
+        default: its value when it is not given; `MISSING` if it has to be.
         section: the part of `--help` it belongs to.
         marks: what else its type says.
     """
@@ -87,7 +87,8 @@ def flags_of(cls: Any, default: Any = None, section: str = "Flags") -> Iterator[
             name = f"--no-{name[2:]}"
         names = (*sorted(aliases, key=len), name)
         if any(mark in get_args(Positional[int]) for mark in marks):
-            names = (next((conf.name for conf in confs if conf.name), field.name.upper()),)
+            shown = [conf.name or conf.metavar for conf in confs if conf.name or conf.metavar]
+            names = (shown[0] if shown else field.name.upper(),)
         takes = next((conf.metavar for conf in confs if conf.metavar), _takes(kind))
         yield Flag(field.name, names, kind, takes, about[field.name], value, section, marks)
 
@@ -131,7 +132,11 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
     for flag in flags:
         if not (many and flag in first):
             sections.setdefault(flag.section, []).append(flag)
-    where = "".join(f" [{flag.names[0]}]" for flag in flags if flag.positional)
+    where = "".join(
+        f" {flag.names[0]}" if flag.default is MISSING else f" [{flag.names[0]}]"
+        for flag in flags
+        if flag.positional
+    )
     lines = [f"usage: {command}{where} [flags]", "", *description.strip().splitlines()]
     for title, members in sections.items():
         lines += ["", f"{title}:", *(line for flag in members for line in _entry(flag))]
@@ -140,14 +145,14 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
 
 def _entry(flag: Flag) -> list[str]:
     value, about = flag.default, flag.about
-    told = "default:" in about or value in (None, "", ()) or isinstance(value, bool)
+    told = "default:" in about or value in (None, "", (), MISSING) or isinstance(value, bool)
     if not told:
         shown = " ".join(value) if isinstance(value, tuple) else value
         about = f"{about.removesuffix('.')} (default: {shown})."
     takes = flag.takes
     if len(takes) > WIDTH // 2:
         takes, about = "NAME", f"{about} One of {takes.replace('|', ', ')}."
-    names = f"  {', '.join(flag.names)} {takes}".rstrip()
+    names = f"  {', '.join(sorted(flag.names, key=len))} {takes}".rstrip()
     if flag.positional:
         names = f"  {flag.names[0]}"
     text = textwrap.wrap(about, WIDTH - 2 - NAMES_WIDTH, break_on_hyphens=False)
@@ -176,3 +181,24 @@ def wrong_value(cls: type, words: Sequence[str]) -> str:
         if remedy := flag.wrong(value):
             return f"{typed} {value}: {remedy}"
     return ""
+
+
+def one_line(box: str) -> str:
+    """The message inside the box that tyro draws, up to its first ruler, as one line."""
+    # On a terminal the box has colours.
+    colours_and_frame = r"\x1b\[[0-9;]*m|[│╭╮╰╯]"
+    lines = [re.sub(colours_and_frame, "", line).strip() for line in box.splitlines()]
+    text: list[str] = []
+    for line in lines[1:]:
+        if not re.match("──|----", line):  # dashes where the terminal has ASCII only
+            text.append(line)
+        elif text:
+            break
+    suggestion = re.search(r"Perhaps you meant:\s*(\S.*)", "\n".join(lines))
+    hint = ""
+    if suggestion:
+        hint = f"; perhaps you meant {suggestion[1].split(', ')[-1].split()[0]}"
+    missing = re.match(r"Missing from .*?: (\S+) (.*?)\.? \(required\)", " ".join(text))
+    if missing:
+        return f"{missing[1]} is missing: {missing[2]}"
+    return " ".join(text).rstrip(".") + hint

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, MustExist, Watch, at_least, share
+from common.launch.flags import MAY_CHANGE, Launch, MustExist, Repeat, Watch, at_least, share
 from common.train.precision import Precision
 
 
@@ -156,6 +156,7 @@ class TrainerArgs:
     text: OmitArgPrefixes[TextArgs] = TextArgs()
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision(channels_last="no")
+    watch: OmitArgPrefixes[Repeat] = Repeat()
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)

@@ -21,6 +21,8 @@ from common.launch.errors import UserError
 from common.launch.flags import MAY_CHANGE, Launch, Watch, fixed_flags
 from common.launch.place import Place
 from common.train.precision import Precision
+from common.who import Args as WhoArgs
+from examples.bert_dp.args import TrainerArgs
 from examples.imagenet_ddp.args import Args as ImagenetArgs
 from examples.mnist_ddp_spawn.args import Args
 from examples.resnet_pipeline.args import Args as PipelineArgs
@@ -111,7 +113,7 @@ def check_help(text: str, program: str) -> None:
     usage, flags = text.splitlines()[0], text.partition("\n\nCommon flags:\n")[2]
     assert re.fullmatch(rf"usage: python -m {program}( \[DIR\])? \[flags\]", usage)
     assert all(len(line) <= 80 for line in flags.splitlines())
-    first = re.findall(r"^  (?:-\w, )?(\S+)", flags.partition("\n\n")[0], re.MULTILINE)
+    first = re.findall(r"^  (?:-\w, )?([\w-]+)", flags.partition("\n\n")[0], re.MULTILINE)
     assert len(first) == 6
     assert {"--nproc", "--epochs", "--batch-size", "--out", "--resume"} <= set(first)
     entries = re.split(r"\n  (?=-|DIR)", flags)
@@ -138,6 +140,21 @@ def test_only_the_main_rank_reports_a_mistake(programs: Programs, program: str) 
 def test_all_examples_have_a_front_door() -> None:
     assert len(EXAMPLES) >= 7
     assert sorted(path.parent.name for path in (ROOT / "examples").glob("*/train.py")) == EXAMPLES
+
+
+@pytest.mark.parametrize("program", ["compare", "doctor", "memory", "top", "who"])
+def test_the_shared_programs_have_a_help(programs: Programs, program: str) -> None:
+    """With the command as it is typed, and without a word of Python's."""
+    text = programs.run("-m", f"common.{program}", "--help").stdout
+    where = {"compare": " [RUN ...]", "top": " DIR", "who": " DIR"}.get(program, "")
+    assert text.startswith(f"usage: python -m common.{program}{where} [flags]\n")
+    assert not re.search(r"dataclasses|MISSING|object at", text)
+
+
+def test_a_missing_argument_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(WhoArgs, [])
+    assert capsys.readouterr().err == "error: DIR is missing: The run's --out (--help lists the flags)\n"
 
 
 def flag_names(source: str) -> list[str]:
@@ -229,6 +246,20 @@ def test_a_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert re.fullmatch(rf"error: --config {re.escape(str(file))}:? {pattern}\n", said), said
 
 
+def test_torchruns_names_are_known_too() -> None:
+    words = ["--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4", "--dist-url", "tcp://h:1"]
+    ours = ["--world-size", "2", "--rank", "1", "--nproc", "4", "--dist-url", "tcp://h:1"]
+    assert parse(Args, words) == parse(Args, ours)
+    assert parse(Args, words).launch.world_size == 2
+
+
+def test_the_programs_without_a_run_repeat_one_too(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    args = parse(TrainerArgs, ["--epochs", "3", "--lr", "1e-3"])
+    save_config(args, file)
+    assert replace(parse(TrainerArgs, ["--config", str(file)]), watch=args.watch) == args
+
+
 def test_a_line_comes_at_once(programs: Programs) -> None:
     """Before torch is imported, however the processes are started; and from one of them only."""
     for words, env, line in (
@@ -272,7 +303,9 @@ def test_more_processes_than_cores_are_warned_of(capsys: pytest.CaptureFixture[s
         check_processes(place)
         announce(place)
         line = f"warning: {wanted} processes share {cores()} core(s): that is slower, not faster\n"
-        assert (line in capsys.readouterr().out) == (wanted > cores())
+        said = capsys.readouterr()
+        assert said.out == f"starting {wanted} processes (gloo, 127.0.0.1) ...\n"
+        assert said.err == (line if wanted > cores() else "")
     with pytest.raises(UserError, match=f"give at most {most}"):
         check_processes(replace(place, local_world_size=most + 1))
 
