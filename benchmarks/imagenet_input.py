@@ -120,7 +120,7 @@ def measure_input(train: Path, ours: bool, normalised: bool, cache: Path | None)
     """
     torch.set_num_threads(1)
     dataset = open_dataset(train, ours, cache)
-    amp = MixedPrecision(Precision(channels_last="yes"), torch.device("cpu"))
+    amp = MixedPrecision(Precision(precision="fp32", channels_last="yes"), torch.device("cpu"))
     seen, cpu, wall = 0, 0.0, 0.0
     for number in range(PASSES + 1):
         order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(number))

@@ -97,23 +97,23 @@ class ImageData:
         """Height and width of the images, in pixels."""
         return int(self.train.pixels.shape[-1])
 
-    def normalise(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """A `collate_fn`: ToTensor and Normalize for a whole batch, as `Images` hands it over.
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """ToTensor and Normalize of torchvision, for a whole batch: [B, 1, H, W] float32."""
+        return pixels.float().sub_(255 * self.mean).div_(255 * self.std)
 
-        Returns:
-            Images [B, 1, H, W] float32, labels [B], indices [B].
-        """
+    def collate(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """A `collate_fn`: images [B, 1, H, W] float32, labels [B], indices [B]."""
         pixels, labels, indices = batch
-        return pixels.float().sub_(255 * self.mean).div_(255 * self.std), labels, indices
+        return self.normalise(pixels), labels, indices
 
     def eval_loader(self, batch_size: int = 1000) -> "DataLoader[tuple[Tensor, Tensor, Tensor]]":
-        """This rank's shard of the test set, in batches as `normalise` returns them.
+        """This rank's shard of the test set, in batches as `collate` returns them.
 
         Args:
             batch_size: per rank; it changes the speed, not the result.
         """
         shard = Shard(len(self.test))
-        return DataLoader(self.test, batch_size, sampler=shard, collate_fn=self.normalise)
+        return DataLoader(self.test, batch_size, sampler=shard, collate_fn=self.collate)
 
 
 def image_data(name: str, directory: Path, most: int | None = None) -> ImageData:

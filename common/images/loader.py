@@ -52,7 +52,7 @@ class Batches:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Images [B, 3, H, W] float32 and labels [B] on the device, indices [B] on the CPU.
+        """Images [B, 3, H, W] in `amp.dtype` and labels [B] on the device, indices [B] on the CPU.
 
         Raises:
             UserError: an image is broken, or no batch came in time.
@@ -68,7 +68,8 @@ class Batches:
             self.broken.update(batch.broken)
             with torch.cuda.stream(side):  # no stream: does nothing
                 images = self.amp.to_device(batch.images).float()  # [B, 3, H, W]
-                images = images.mul_(scale).add_(shift)
+                # The first convolution would round them so, on the stream that computes.
+                images = images.mul_(scale).add_(shift).to(self.amp.dtype)
                 labels = batch.labels.to(device, non_blocking=True)
             if side is not None:
                 computing = torch.cuda.current_stream(device)

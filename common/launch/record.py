@@ -68,7 +68,7 @@ def record(main_worker: Callable[Parameters, Returned]) -> Callable[Parameters, 
                 signal.signal(signum, _stop_now)
             signal.signal(signal.SIGUSR1, lambda *_: None)  # what it asks for: see below
             _stop_without_main_thread()
-            report.report_at_abort()
+            report.report_at_abort(_end_as_lost)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # one may have come already
             returned = main_worker(*args, **kwargs)
             watcher.leave()
@@ -110,12 +110,20 @@ def _end(message: str, code: int, again: bool = False, together: bool = False) -
     os._exit(code)
 
 
+def _end_as_lost(reason: str) -> None:
+    """The end at which nccl's watchdog would leave a trace of C++ only."""
+    error = RuntimeError(reason)
+    _end(f"error: rank {place.current().rank}: {_lost(error)}", 1, again=True)
+
+
 def _stop_now(signum: int, _: FrameType | None) -> None:
     _ignore_signals()  # a terminal's Ctrl-C comes twice: from the terminal, and from the parent
     raise Stopped(signum, OUTSIDE)
 
 
 def _ignore_signals() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return  # only that one may, and at an abort another one ends the process
     for signum in STOPPING:  # not SIG_IGN: Python would complain of one that a thread just takes
         signal.signal(signum, lambda *_: None)
 

@@ -157,8 +157,6 @@ class _Watch:
         advice = "Start again with --resume auto to go on from the last checkpoint"
         if name in ("SIGABRT", "SIGSEGV"):
             advice = "See what it printed"
-        if name == "SIGABRT":
-            advice += "; nccl does this to one that waited for another for longer than --timeout"
         complain(
             f"the process with local rank {local_rank} was ended by {name}{why}; the others end, "
             f"too. {advice}"

@@ -75,8 +75,12 @@ class MixedPrecision:
 
     def autocast(self) -> torch.autocast:
         """A context in which matrix products and convolutions run in the chosen precision."""
-        half = HALVES.get(self.name)
-        return torch.autocast(self.device.type, half, enabled=half is not None)
+        return torch.autocast(self.device.type, self.dtype, enabled=self.name in HALVES)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What matrix products and convolutions get, within `autocast`."""
+        return HALVES.get(self.name, torch.float32)
 
     def move(self, model: Module) -> Module:
         """Move a model to the device, in the chosen memory layout."""

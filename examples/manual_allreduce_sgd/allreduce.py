@@ -69,7 +69,8 @@ def recursive_doubling(tensor: Tensor, group: dist.ProcessGroup | None = None) -
     After each exchange, twice as many ranks hold the same partial sum. The ranks beyond the largest
     power of two first hand their tensor to a partner, and get the result from it at the end.
 
-    Every rank of the group calls this.
+    Every rank of the group calls this. With nccl, another collective must have come before it:
+    messages between some ranks only cannot be the first call of a group.
 
     Source: Thakur, Rabenseifner and Gropp, 2005, Optimization of collective communication
     operations in MPICH (https://doi.org/10.1177/1094342005051521), section 4.5.

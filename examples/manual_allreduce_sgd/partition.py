@@ -92,6 +92,4 @@ def partition_dataset(
     samples = partitioner.use(dist.get_rank())
     steps = -(-len(data.train) // batch_size)
     batches = [samples[step * local_samples :][:local_samples] for step in range(steps)]
-    return DataLoader(
-        data.train, batch_sampler=batches, collate_fn=data.normalise, pin_memory=pin_memory
-    )
+    return DataLoader(data.train, batch_sampler=batches, collate_fn=list, pin_memory=pin_memory)

@@ -81,10 +81,10 @@ def train(args: Args, device: torch.device) -> None:
         for epoch in run.epochs(args.epochs):
             loader = partition_dataset(data, args.batch_size, args.seed, epoch, pin_memory=cuda)
             epoch_loss, epoch_samples = torch.zeros((), device=device), 0
-            for images, labels in run.steps(loader):  # [B, 1, H, W], [B]; B may be 0
-                images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
+            for pixels, labels in run.steps(loader):  # [B, 1, H, W] bytes, [B]; B may be 0
+                pixels, labels = (x.to(device, non_blocking=True) for x in (pixels, labels))
                 with run.autocast():
-                    logits = gradients.model(images).float()  # [B, classes]
+                    logits = gradients.model(data.normalise(pixels)).float()  # [B, classes]
                 loss_sum = F.cross_entropy(logits, labels, reduction="sum")
                 # The mean over the ranks of this is the mean over the global batch, even if the
                 # ranks have different numbers of samples in the last batch.

@@ -75,7 +75,7 @@ def train(args: Args, devices: list[torch.device]) -> None:
             run.warn(f"{idle} of {len(devices)} devices get no sample: raise --batch-size")
         sampler = GlobalBatchSampler(len(data.train), args.batch_size, args.seed)
         loader = DataLoader(
-            data.train, batch_sampler=sampler, collate_fn=data.normalise, pin_memory=cuda
+            data.train, batch_sampler=sampler, collate_fn=data.collate, pin_memory=cuda
         )
         model = run.prepare(DigitNet(data.size, data.classes))
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.label_smoothing)

@@ -72,7 +72,7 @@ def train(args: Args, device: torch.device) -> None:
             args.batch_size // world_size,
             sampler=sampler,
             num_workers=args.workers,
-            collate_fn=data.normalise,  # of a whole batch: data.train returns batches at once
+            collate_fn=list,  # data.train returns batches at once
             pin_memory=device.type == "cuda",
         )
         model = DDP(
@@ -96,13 +96,13 @@ def train(args: Args, device: torch.device) -> None:
 
         for epoch in run.epochs(args.num_epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            for images, labels in run.steps(loader):  # [B, 1, H, W], [B]; run keeps the indices
+            for pixels, labels in run.steps(loader):  # [B, 1, H, W] bytes, [B]
                 # DDP needs all ranks in every step: the sampler pads the epoch's last batch.
                 batch_samples, local_samples = run.batch_share()
                 labels[local_samples:] = PADDING
-                images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
+                pixels, labels = (x.to(device, non_blocking=True) for x in (pixels, labels))
                 with run.autocast():
-                    logits = model(images).float()  # [B, classes]
+                    logits = model(data.normalise(pixels)).float()  # [B, classes]
                 loss_sum = F.cross_entropy(
                     logits, labels, reduction="sum", label_smoothing=args.label_smoothing
                 )

@@ -74,7 +74,7 @@ class Here:
         self.meters = Meters(Log(folder, active=False), "images")
         self.meters.loss(torch.zeros(()))
         self.sampler = GlobalBatchSampler(len(self.data.train), 120, 0)
-        self.loader = DataLoader(self.data.train, batch_sampler=self.sampler, collate_fn=self.data.normalise)
+        self.loader = DataLoader(self.data.train, batch_sampler=self.sampler, collate_fn=self.data.collate)
         self.run = Run(self.args, torch.device("cpu"), self.data)
 
     def resumed(self) -> Run:

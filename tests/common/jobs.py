@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -160,11 +159,20 @@ def dies(args: Args) -> None:
 
 
 def aborts(args: Args) -> None:
-    """One rank is ended as by the watchdog of nccl, which C++ does in a thread of its own."""
+    """One rank is ended by an assertion in C++."""
     if dist.get_rank() == dist.get_world_size() - 1:
-        print("Watchdog caught collective operation timeout", file=sys.stderr, flush=True)
         os.abort()
     dist.barrier()
+
+
+def abandoned(args: Args) -> None:
+    """One rank waits alone, and is ended as by the watchdog of nccl, which does it in a thread of its own."""
+    patient = dist.new_group(timeout=timedelta(seconds=60))  # gloo itself would raise an exception
+    assert isinstance(patient, dist.ProcessGroup)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        threading.Timer(args.launch.timeout + 0.2, os.abort).start()
+        dist.all_reduce(torch.ones(3), group=patient)
+    time.sleep(30)
 
 
 def ignores(args: Args) -> None:
@@ -309,6 +317,7 @@ JOBS = {
     "greedy": greedy,
     "dies": dies,
     "aborts": aborts,
+    "abandoned": abandoned,
     "ignores": ignores,
     "waits": waits,
     "stops": stops,

@@ -55,7 +55,7 @@ def test_normalise_is_totensor_and_normalize(real_data: Path) -> None:
 
     data = idx_folder(real_data / "mnist/MNIST/raw", "mnist")
     assert (len(data.train), len(data.test), data.classes, data.size) == (60_000, 10_000, 10, 28)
-    images, labels, indices = data.normalise(data.train.__getitems__([7, 59_999]))
+    images, labels, indices = data.collate(data.train.__getitems__([7, 59_999]))
     reference = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
     for image, index in zip(images, (7, 59_999), strict=True):
         torch.testing.assert_close(image, reference(data.train.pixels[index][0].numpy()), rtol=0, atol=1e-6)

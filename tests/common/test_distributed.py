@@ -161,12 +161,30 @@ def test_a_killed_rank_ends_all(programs: Programs) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_that_the_watchdog_of_nccl_ends_is_explained(programs: Programs) -> None:
-    done = programs.run(*JOBS, "aborts", "--nproc", 2, code=1)
-    assert re.search(
-        r"error: .* local rank 1 was ended by SIGABRT; .* waited for .* longer than --timeout\n", done.stderr
-    )
+def test_a_rank_that_ends_itself_is_named(programs: Programs, tmp_path: Path) -> None:
+    (notes := tmp_path / "notes").touch()
+    done = programs.run(*JOBS, "aborts", "--nproc", 2, env={NOTES: str(notes)}, code=1)
+    assert re.search(r"error: .* local rank 1 was ended by SIGABRT; .* See what it printed\n", done.stderr)
     assert "Traceback" not in done.stderr
+    assert not any(line.split()[2] == "1" for line in notes.read_text().splitlines())
+
+
+@pytest.mark.parametrize("launcher", [("--nproc", 2), ("torchrun",)])
+def test_a_rank_that_the_watchdog_of_nccl_ends_has_lost_another(
+    programs: Programs, tmp_path: Path, launcher: tuple[object, ...]
+) -> None:
+    """The watchdog aborts the process: the line and the exit code are those of every lost process."""
+    (notes := tmp_path / "notes").touch()
+    flags = ("--timeout", 2)
+    words = (*JOBS, "abandoned", *flags, *launcher)
+    if launcher == ("torchrun",):
+        words = ("-m", "torch.distributed.run", "--nproc-per-node", 2, *JOBS, "abandoned", *flags)
+    done = programs.run(*words, env={NOTES: str(notes)}, code=1)
+    line = next(line for line in done.stderr.splitlines() if line.startswith("error:"))
+    assert re.match(r"error: rank 1: lost another process.*: all_?reduce \d+ did not end within --timeout$", line)
+    assert "ended by SIGABRT" not in done.stderr
+    attempt, code, _, *_ = notes.read_text().split()
+    assert (attempt, code) == ("0", "75"), "docker/entrypoint.py ends with it"
 
 
 @pytest.mark.parametrize("nproc", [1, 3])

@@ -56,7 +56,7 @@ def plain_loop(data: ImageData) -> tuple[DigitNet, list[float]]:
     for epoch in range(3):
         order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1234 + epoch)).tolist()
         for start in range(0, len(order), 24):
-            images, labels, _ = data.normalise(data.train.__getitems__(order[start : start + 24]))
+            images, labels, _ = data.collate(data.train.__getitems__(order[start : start + 24]))
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
@@ -86,7 +86,7 @@ def test_every_algorithm_equals_a_plain_loop(
     assert done.stderr == NO_GPU * (len(WAYS) + 1)
     model, expected = reference
     data = idx_folder(small)
-    images, labels, _ = data.normalise(data.test.__getitems__(list(range(101))))
+    images, labels, _ = data.collate(data.test.__getitems__(list(range(101))))
     with torch.inference_mode():
         scores = model(images).softmax(dim=1)
     metrics = classification_metrics(scores.topk(5).indices, labels, 10, scores)

@@ -314,7 +314,7 @@ def check(out: Path, small: Path, reference: tuple[DigitNet, list[float]]) -> No
     model, expected_losses = reference
     torch.testing.assert_close(losses(out), expected_losses, rtol=2e-5, atol=0)
     data = idx_folder(small)
-    images, labels, _ = data.normalise(data.test.__getitems__(list(range(101))))
+    images, labels, _ = data.collate(data.test.__getitems__(list(range(101))))
     with torch.inference_mode():
         scores = model(images).softmax(dim=1)
     expected = classification_metrics(scores.topk(5).indices, labels, 10, scores)

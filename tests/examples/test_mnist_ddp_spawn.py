@@ -59,7 +59,7 @@ def plain_loop(data: ImageData, epochs: int, batch_size: int, lr: float) -> tupl
     for epoch in range(epochs):
         order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(epoch)).tolist()
         for start in range(0, len(order), batch_size):
-            images, labels, _ = data.normalise(data.train.__getitems__(order[start : start + batch_size]))
+            images, labels, _ = data.collate(data.train.__getitems__(order[start : start + batch_size]))
             loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
@@ -104,7 +104,7 @@ def test_ranks_equal_a_plain_loop(
     torch.testing.assert_close(losses(out), expected_losses, rtol=2e-5, atol=0)
     found = result(out)
     data = idx_folder(small)
-    images, labels, _ = data.normalise(data.test.__getitems__(list(range(101))))
+    images, labels, _ = data.collate(data.test.__getitems__(list(range(101))))
     with torch.inference_mode():
         scores = model(images).softmax(dim=1)
     expected = classification_metrics(scores.topk(5).indices, labels, 10, scores)
@@ -181,7 +181,7 @@ def test_the_contract(on_digits: dict[int, Path]) -> None:
     assert weights.keys() == model.state_dict().keys()
     model.load_state_dict(weights)
     data = digits()
-    images, labels, _ = data.normalise(data.test.__getitems__(list(range(361))))
+    images, labels, _ = data.collate(data.test.__getitems__(list(range(361))))
     accuracy = (model(images).argmax(dim=1) == labels).double().mean().item()
     assert round(accuracy, 6) == found["metrics"]["best_accuracy"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -51,12 +51,15 @@ class Digits:
         self.classes, self.size = 10, kept["train"][0].shape[-1]
         self.mean, self.std = kept["mean"], kept["std"]
 
-    def normalise(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def normalise(self, pixels: Tensor) -> Tensor:
+        return pixels.float().sub_(255 * self.mean).div_(255 * self.std)
+
+    def collate(self, batch: Any) -> tuple[Tensor, Tensor]:
         pixels, labels = batch
-        return pixels.float().sub_(255 * self.mean).div_(255 * self.std), labels
+        return self.normalise(pixels), labels
 
     def eval_loader(self, batch_size: int = 1000) -> Any:
-        return DataLoader(self.test, batch_size, collate_fn=self.normalise)
+        return DataLoader(self.test, batch_size, collate_fn=self.collate)
 
 
 def image_data(name: str, folder: Path, most: int | None = None) -> Digits:

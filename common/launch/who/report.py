@@ -6,11 +6,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 from common.launch import last_words, place, rendezvous
-from common.launch.who import ask, watcher
+from common.launch.who import ask, calls, watcher
 from common.launch.who.table import report_of
 from common.launch.who.watcher import Watcher
+
+_handlers: list[Any] = []  # called from C: they must not be collected
 
 
 def _of_this_process() -> Watcher | None:
@@ -84,15 +88,34 @@ def _await_report(seconds: float) -> None:
         time.sleep(0.02)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _at_abort(_: int) -> None:
-    report()
-
-
-def report_at_abort() -> None:
+def report_at_abort(end: Callable[[str], None]) -> None:
     """Report before this process is ended by SIGABRT: it could not be asked any more.
 
     gloo ends the process so when a message has another size than the rank expects, nccl's watchdog
     when the time is up. Both do it in threads of their own, in which Python runs no handlers.
+
+    Args:
+        end: called if the time of a collective is up; it says that another process was lost, and
+            does not return.
     """
-    ctypes.CDLL(None).signal(int(signal.SIGABRT), _at_abort)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def at_abort(_: int) -> None:
+        late = ""
+        with contextlib.suppress(Exception):  # as in `report`
+            late = _overdue()
+        report()
+        if late:
+            end(late)
+
+    _handlers.append(at_abort)
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), at_abort)
+
+
+def _overdue() -> str:
+    """The collective of this rank that has not ended within --timeout; empty if there is none."""
+    limit = time.time() - place.current().flags.timeout
+    for call in calls.collectives():
+        if not call["done"] and call["made"] <= limit:
+            return f"{call['kind']} {call['number']} did not end within --timeout"
+    return ""
