@@ -44,6 +44,13 @@ def test_every_example_is_in_every_list() -> None:
     assert {what: sorted(found - NAMES) for what, found in lists.items() if found - NAMES} == {}
 
 
+def test_the_programs_of_common_are_in_its_table() -> None:
+    folders = {path.parent.name for path in (ROOT / "common").rglob("__main__.py")}
+    files = {path.stem for path in (ROOT / "common").glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    listed = re.findall(r"^\| `python -m common\.(\w+)", (ROOT / "docs/en/common.md").read_text(), re.MULTILINE)
+    assert set(listed) == folders | files, "the first table of docs/en/common.md and docs/zh/common.md"
+
+
 @pytest.mark.parametrize(("page", "folder"), [("README.md", "en"), ("README.zh-CN.md", "zh")])
 def test_the_readme_links_to_every_guide(page: str, folder: str) -> None:
     linked = set(re.findall(r"\]\(docs/(?:en/|zh/)?([\w-]+\.md)", (ROOT / page).read_text()))
