@@ -31,7 +31,8 @@ STEPS = 10
 
 # What the page says to delete, and what to take instead.
 DELETED = {"JOB", "Place", "launch", "start", "wait_for", "warm_up_buckets"}
-INSTEAD = {"Run": "stand_in", "choose_device": "stand_in", "record": "torch.distributed.elastic.multiprocessing.errors"}
+INSTEAD = dict.fromkeys(("Run", "choose_device", "evaluate"), "stand_in")
+INSTEAD["record"] = "torch.distributed.elastic.multiprocessing.errors"
 WHOLE = {  # files that need nothing but torch
     "common.data.models": "models",
     "common.data.samplers": "samplers",
@@ -89,7 +90,6 @@ COPIES = {
     "your_model": Copy(
         ("--epochs", 3),
         changes=(("labels[part], torch.arange(int(part.sum())))", "labels[part])"),),
-        accuracy=False,
     ),
     # The whole of its training goes along: it is the subject. Its evaluation and the check of its parts stay behind,
     # because they end in this project's metrics, and so do the flags of memory layout and compiler.

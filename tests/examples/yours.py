@@ -108,15 +108,6 @@ def loaders(args: Any, data: Any, amp: Any, grid: Any) -> tuple[Images, Images]:
     return train_loader(data.train, args.batch_size, amp, args.seed, **shard), eval_loader(data.val, 50)
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, loader: Any, classes: int, autocast: Any) -> dict[str, float]:
-    """The accuracy; every rank evaluates the whole set that its loader brings."""
-    model = getattr(model, "module", model).eval()
-    hits = [model(inputs).argmax(1) == labels for inputs, labels in loader]
-    model.train()
-    return {"accuracy": torch.cat(hits).double().mean().item()}
-
-
 def broadcast_buffers(model: nn.Module) -> None:
     for buffer in model.buffers():
         dist.broadcast(buffer, 0)
