@@ -11,6 +11,7 @@ from common.launch.errors import UserError
 RESULTS = (
     *("result.json", "metrics.jsonl", "curves.png", "predictions.csv", "best.safetensors"),
     *("tensorboard", "trace.json", "timeline.png", "samples", "samples.png", "model"),
+    *("trace", "trace.json.gz", "profile.png"),
 )
 
 

@@ -28,7 +28,7 @@ from common.train.greet import begin, greet
 from common.train.loader import local_batch, local_samples, rest_of_epoch
 from common.train.log import Log
 from common.train.meters import Meters
-from common.train.profile import profiling
+from common.train.profile import Profile
 from common.train.seed import seed_numpy_and_python
 from common.train.state import Options, TrainState
 from common.train.stop import Stop
@@ -71,6 +71,7 @@ class Run:
         self._log = Log(args.out, active=dist.get_rank() == 0)
         self.print0, self.warn, self.scalars = self._log.print0, self._log.warn, self._log.scalars
         self.meters = Meters(self._log, self.options.unit)
+        self.profile = Profile(args.watch.profile, self._log, device)
         self._surroundings = ExitStack()  # what is entered before the loop, and left after it
         self._batch_samples = 0
         seed_numpy_and_python()
@@ -122,8 +123,7 @@ class Run:
             init_model(init, self.parts["model"])
         begin(self, resumed=found is not None)
         self._checkpoints = self._surroundings.enter_context(checkpoints)
-        trace = profiling(args.watch.profile, self._log, self.device)
-        self._end_traced_step = self._surroundings.enter_context(trace)
+        self._surroundings.enter_context(self.profile)
         self._stop = self._surroundings.enter_context(Stop())
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -151,6 +151,7 @@ class Run:
             loader, (self.args.seed, state.epoch, state.batch), self.batch_size, self.shard
         )
         self.meters.begin(self.label, total, self.num_epochs, state.step)
+        batches = self.profile.input(batches, state)
         for *batch, indices in self.meters.training(batches):
             left = samples - state.batch * self.batch_size
             self._batch_samples = min(self.batch_size, left)
@@ -179,7 +180,7 @@ class Run:
         state.step += 1
         self.meters.step(self._batch_samples)
         progress.update(step=state.step, samples=self.meters.samples)
-        self._end_traced_step()
+        self.profile.end_step()
         if every and state.step % every == 0:
             self.meters.progress(f"{self.label}, step {state.batch}/{steps_in_epoch}", state.step)
         signum = self._stop.agreed()
@@ -242,4 +243,4 @@ class Run:
         parameter_hash = parameter_hash or check_replicas(self.parts["model"])
         best = {f"best_{name}": value for name, value in self.state.best.items()}
         metrics = {"metrics": self.state.metrics | best, "parameter_hash": parameter_hash}
-        write_result(self, metrics | facts)
+        write_result(self, metrics | self.profile.found | facts)

@@ -43,6 +43,7 @@ from common.train.evaluate import evaluate, ordered_predictions
 from common.train.greet import greet
 from common.train.log import Log
 from common.train.meters import Meters
+from common.train.profile import WARM_UP, Profile, meet
 from common.train.run import Run
 from common.train.stop import Stop
 from common.train.summary import record_evaluation, show_epoch, show_evaluation, write_result
@@ -107,6 +108,11 @@ def end_epoch(here: Here) -> Callable[[], Any]:
     return lambda: run.end_epoch({"accuracy": 1.0})
 
 
+def end_step(here: Here) -> Callable[[], Any]:
+    profile = Profile(1, Log(here.folder, active=False), torch.device("cpu"))
+    return lambda: [profile.end_step() for _ in range(WARM_UP)]
+
+
 def finish(here: Here) -> Callable[[], Any]:
     run = here.resumed()
     run.end_epoch({"accuracy": 1.0})
@@ -138,6 +144,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "clocks": lambda here: lambda: list(job.clocks(here.doctor)),
     "drawn_images": lambda here: lambda: drawn_images(here.folder, 10, 10, 16),
     "end_epoch": end_epoch,
+    "end_step": end_step,
     "evaluate": lambda here: lambda: evaluate(here.model, here.data.eval_loader(), 10, plain_autocast),
     "finish": finish,
     "gather_losses": lambda here: lambda: here.meters.gather_losses(1),
@@ -149,6 +156,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "load_images": lambda here: lambda: load_images(ImageArgs(), 0, here.folder),
     "load_model": lambda here: lambda: load_model(str(here.folder.parent / "w.safetensors"), here.folder, here.model),
     "local_rank0_first": local_rank0_first,
+    "meet": lambda _: meet,
     "mnist": lambda here: lambda: mnist(here.folder.parent),
     "mnist_folder": lambda here: lambda: mnist_folder(here.folder.parent, "mnist"),
     "ordered_predictions": lambda _: lambda: ordered_predictions(torch.zeros(1, 1), 2),

@@ -101,7 +101,7 @@ def messages() -> list[dict[str, Any]]:
     return told
 
 
-def _recorded(**how: bool) -> Iterator[dict[str, Any]]:
+def recorded(**how: bool) -> Iterator[dict[str, Any]]:
     """The flight recorder's entries, of each backend that has one here."""
     for name, backend in (
         ("_dump_fr_trace", {"backend": "gloo"}),
@@ -131,7 +131,7 @@ def active() -> set[tuple[str, int]]:
 
 def collectives() -> list[dict[str, Any]]:
     """The last collectives of this process, the oldest first."""
-    entries = sorted(_recorded(), key=lambda entry: entry["time_created_ns"])
+    entries = sorted(recorded(), key=lambda entry: entry["time_created_ns"])
     world, told = dist.distributed_c10d._world, []
     groups = [group for group in world.pg_names if isinstance(group, dist.ProcessGroup)]
     ranks = {world.pg_names[group]: list(world.pg_group_ranks[group]) for group in groups}
