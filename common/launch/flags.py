@@ -113,7 +113,7 @@ class Watch(Repeat):
     limit_steps: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 0
     """End after this many optimizer steps, as a trial; 0 trains to the end."""
     profile: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 0
-    """Record a trace of this many steps."""
+    """Record so many steps of all ranks, after two: one trace, and what their time went into."""
 
     def __post_init__(self) -> None:
         at_least(0, limit_steps=self.limit_steps, profile=self.profile)

@@ -71,7 +71,7 @@ class Run:
         self._log = Log(args.out, active=dist.get_rank() == 0)
         self.print0, self.warn, self.scalars = self._log.print0, self._log.warn, self._log.scalars
         self.meters = Meters(self._log, self.options.unit)
-        self.profile = Profile(args.watch.profile, self._log, device)
+        self.profile = Profile(getattr(args.watch, "profile", 0), self._log, device)
         self._surroundings = ExitStack()  # what is entered before the loop, and left after it
         self._batch_samples = 0
         seed_numpy_and_python()

@@ -43,7 +43,8 @@ def test_two_processes_leave_what_every_run_leaves(trainings: Trainings, example
     assert len(losses(out)) == found["steps"]
     assert found["final_loss"] == losses(out)[-1] < losses(out)[0]
     assert all(math.isfinite(value) for value in found["metrics"].values() if value is not None)
-    assert {path.name for path in out.iterdir()} >= FILES
+    assert {path.name for path in out.iterdir()} >= FILES | {"trace.json.gz", "profile.png"}
+    assert [len(step["ranks"]) for step in found["profile"]["steps"]] == [2, 2]
     assert newest_step(out) == found["steps"]
 
 

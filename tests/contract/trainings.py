@@ -67,5 +67,6 @@ class Trainings:
     def _start(self, example: str, nproc: int, out: Path, torchrun: bool = False) -> subprocess.Popen[str]:
         start = (*TORCHRUN, nproc) if torchrun else ()
         ranks = () if torchrun or nproc == 1 else ("--nproc", nproc)
+        ranks += ("--profile", 2) * (not torchrun and nproc == 2)  # which changes nothing of what is compared
         words = (*start, *self.words(example), *ranks, "--out", out)
         return self.programs.start(*words, cwd=self.code(example))

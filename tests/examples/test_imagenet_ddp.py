@@ -1,6 +1,7 @@
 """imagenet_ddp against a plain loop, under the command lines of pytorch/examples, torchrun's restarts, and damage."""
 
 import copy
+import gzip
 import json
 import math
 import os
@@ -211,7 +212,7 @@ def test_cache_accumulation_and_ddp_options_change_nothing_that_they_should_not(
     more = ("--accumulate", 3, "--static-graph", "--ema", 0.9, "--profile", 2, "--out", tmp_path / "c")
     programs.run(*base, *more, cwd=tiny)
     torch.testing.assert_close(losses(tmp_path / "c"), losses(undisturbed[2]), rtol=2e-4, atol=0)
-    trace = json.loads((tmp_path / "c" / "trace.json").read_text())
+    trace = json.loads(gzip.decompress((tmp_path / "c" / "trace.json.gz").read_bytes()))
     assert any("backward" in event.get("name", "") for event in trace["traceEvents"])
     average = torch.load(max((tmp_path / "c/checkpoints").glob("step-*")), weights_only=True)["ema"]
     assert int(average.pop("n_averaged")) == 45
