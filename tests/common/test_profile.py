@@ -19,7 +19,7 @@ TRAINING = "examples/mnist_ddp_spawn/train.py"
 MNIST = ("-m", "examples.mnist_ddp_spawn", "--nproc", 2, "--threads", 1, "--limit-steps", 5, "--profile", 3)
 SLEEP = 100.0  # ms
 SLOW = f"__import__('time').sleep({SLEEP / 1000} * rank)"
-SLOW_DATA = (TRAINING, "collate_fn=data.normalise", f"collate_fn=lambda them: ({SLOW}, data.normalise(them))[1]")
+SLOW_DATA = (TRAINING, "collate_fn=list", f"collate_fn=lambda them: ({SLOW}, list(them))[1]")
 SLOW_COMPUTE = (TRAINING, "                optimizer.zero_grad()\n", f"                {SLOW}; optimizer.zero_grad()\n")
 AHEAD = 5 * 10**9  # nanoseconds by which rank 1's clock is ahead
 BASE, NOTED = 'content["baseTimeNanoseconds"]', 'entry["time_created_ns"]'
