@@ -93,7 +93,7 @@ def commands(names: list[str], base_image: str | None, env: Mapping[str, str], p
 
 
 def secrets(folder: Path, env: Mapping[str, str]) -> list[str]:
-    """Files for the secrets of the base image, and the flags that pass them on; nothing of them stays in an image."""
+    """Files for the secrets of the base image, and the flags that pass them on; none of them stays in an image."""
     exports = [f"export {name}='{value}'" for name, value in env.items() if SETTINGS.fullmatch(name)]
     (folder / "settings").write_text("".join(line + "\n" for line in exports if "='/" not in line))
     certificate = Path(env.get("SSL_CERT_FILE", "/nowhere"))

@@ -1,4 +1,4 @@
-"""Models that several examples train. A model knows nothing of ranks."""
+"""Models that several examples train. A model does not know about ranks."""
 
 from torch import nn
 

@@ -148,7 +148,7 @@ def _make(folder: Path, chunk: int, count: int, decode: Decode) -> int:
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-        # whoever has opened the lock already finds the chunk, and does not write
+        # a process that has opened the lock already finds the chunk, and does not write
         Path(lock.name).unlink(missing_ok=True)
     return count * missing
 

@@ -19,8 +19,8 @@ KEPT = 224 / 256  # what CenterCrop(224) keeps of the shorter side after Resize(
 def random_crop(seed: int, epoch: int, index: int, height: int, width: int) -> tuple[Box, bool]:
     """The random crop and flip of a sample, distributed as those of `RandomResizedCrop`.
 
-    Drawn by a counter-based generator: whoever loads a sample finds its numbers without drawing
-    those of the samples before it (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405).
+    Drawn by a counter-based generator: the numbers of a sample are found without drawing those of
+    the samples before it (Salmon et al., 2011, https://doi.org/10.1145/2063384.2063405).
 
     Args:
         seed: of the run.

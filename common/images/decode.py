@@ -81,7 +81,7 @@ def _eight_bits(image: Image.Image) -> Pixels:
     """All of an image as RGB. Grey of 16 bits is scaled by its range: Pillow would cut it off.
 
     Raises:
-        BrokenImageError: pixels of 32 bits, whose range nobody knows.
+        BrokenImageError: pixels of 32 bits, whose range is not known.
     """
     if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
         raise BrokenImageError("its pixels have 32 bits, of unknown range: convert it to 8 or 16")

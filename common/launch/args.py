@@ -209,7 +209,7 @@ def _read(cls: type[Args], words: Sequence[str], where: str = "", default: Any =
 
 
 def show(text: str) -> None:
-    """Print; whoever reads it may have seen enough (`| head`)."""
+    """Print; a reader may have seen enough (`| head`)."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -55,7 +55,7 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
 
 
 def ranks_share_devices() -> bool:
-    """Whether the ranks of this node are more than the CUDA devices that they take.
+    """Whether this node has more ranks than the CUDA devices that they take.
 
     Under SLURM they may not be: srun can show each process a device of its own.
     """

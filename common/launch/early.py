@@ -73,7 +73,7 @@ def check_processes(place: Place) -> None:
     Raises:
         UserError: there are far too many.
     """
-    if place.launched:  # whoever has started them is to blame
+    if place.launched:  # the launcher's business
         return
     wanted, here = place.local_world_size, cores()
     if wanted > (most := max(16, 8 * here)):

@@ -219,7 +219,7 @@ def _copied(state: Any) -> Any:
 
 
 def _values(state: Any) -> Iterator[Any]:
-    """The values inside of a state."""
+    """The values inside a state."""
     if isinstance(state, Mapping):
         state = list(state.values())
     if isinstance(state, (list, tuple)):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its buckets, and the module inside of it."""
+"""DistributedDataParallel: its buckets, and the module inside it."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager

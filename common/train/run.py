@@ -216,7 +216,7 @@ class Run:
             save_best: called on rank 0 instead, when the model is the best so far.
 
         Raises:
-            UserError: the model diverged, and nothing of it is saved; the ranks' metrics differ, or
+            UserError: the model diverged, and is not saved; the ranks' metrics differ, or
                 `best` is not one of them.
         """
         self._before_save()  # the best weights are of the same parts as the checkpoint

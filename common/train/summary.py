@@ -145,7 +145,7 @@ def class_names(data: Any) -> list[str]:
 
 
 def about(run: "Run") -> dict[str, str]:
-    """What weights must tell to whoever finds them alone: program, classes, flags, data."""
+    """What weights must say where they are found alone: program, classes, flags, data."""
     known = {"class_names": class_names(run.data), "arguments": run.config}
     known |= {"data": getattr(run.data, "facts", {})}
     words = {name: json.dumps(value) for name, value in known.items()}

@@ -25,7 +25,7 @@ from examples.bert_dp.trainer_checkpoints import seal
 def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     """The mean over a process's batch, from logits that DataParallel has gathered.
 
-    BERT's own loss does not do. Under DataParallel it is one mean per device, and the Trainer takes
+    BERT's own loss is another. Under DataParallel it is one mean per device, and the Trainer takes
     the mean of those, whatever their shares. Under DistributedDataParallel the Trainer multiplies
     it by the number of processes, because it takes BERT for a model that divides by
     `num_items_in_batch`; that changes what gradient clipping does.

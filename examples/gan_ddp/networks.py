@@ -1,4 +1,4 @@
-"""A small generator and discriminator for grey images. They know nothing of ranks."""
+"""A small generator and discriminator for grey images. They do not know about ranks."""
 
 from typing import Literal
 

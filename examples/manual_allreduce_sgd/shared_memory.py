@@ -193,7 +193,7 @@ _lock = threading.Lock()
 
 
 def memory_fence() -> None:
-    """Let no write from before be seen after one that follows: arm64 reorders them, x86 does not.
+    """Keep the order of writes, as other processes see it: arm64 reorders them, x86 does not.
 
     Releasing a lock keeps earlier writes before it, and taking it keeps later ones after it.
     """

@@ -99,7 +99,7 @@ def train(args: Args, device: torch.device) -> None:
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
             for images, labels in run.steps(train_batches):  # [B, 3, H, W], [B]
                 batch_samples, local_samples = run.batch_share()
-                labels[local_samples:] = PADDING  # so that all replicas get equally many
+                labels[local_samples:] = PADDING  # so that replicas get the same number
                 timeline.begin()
                 # batch_samples / D is a replica's share on average: dividing by it makes the mean
                 # over the D replicas the mean over the global batch.

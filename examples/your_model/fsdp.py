@@ -28,7 +28,7 @@ BATCH, LENGTH, WIDTH, LAYERS = 16, 64, 64, 4  # BATCH is global
 
 
 class Writer(nn.Module):
-    """Bytes [B, LENGTH] to logits [B, LENGTH, 256] of those that follow. It knows no ranks."""
+    """Bytes [B, LENGTH] to logits [B, LENGTH, 256] of those that follow. It does not know ranks."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()

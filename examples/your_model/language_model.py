@@ -81,7 +81,7 @@ def load_data() -> Data:
     return Data(train, tested, alphabet)
 
 
-# 2. YOUR MODEL: it knows nothing of ranks.
+# 2. YOUR MODEL: it does not know about ranks.
 class Writer(nn.Module):
     """Characters [B, LENGTH] to logits [B, LENGTH, alphabet]: each place sees those before it."""
 

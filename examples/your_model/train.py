@@ -68,7 +68,7 @@ def load_data() -> Data:
     return Data(train, tested)
 
 
-# 2. YOUR MODEL: it knows nothing of ranks.
+# 2. YOUR MODEL: it does not know about ranks.
 def build_model(data: Data) -> nn.Module:
     """Rows [B, columns] to logits [B, 2]."""
     columns = data.train.tensors[0].shape[1]

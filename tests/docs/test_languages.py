@@ -13,6 +13,22 @@ BROKEN = re.compile(
     r".*[\u4e00-\u9fff，。；：、！？（）]\n *[\u4e00-\u9fff，。；：、！？（）].*"
 )  # browsers show a blank there
 
+TERMS = {  # one word for one thing: the pattern, and what to write
+    r"[Kk]ernels?(?![\w-])|可重复的?内核|(?:GPU|CUDA|torch)[^，。；：|]{0,12}内核": "核函数 (of a GPU)",
+    r"(?:流水线|pod 里 ?\d+ ?个|\d 个)阶段": "stage (of a pipeline)",
+    r"批量": "批次, 批大小",
+    r"作业(?!步)": "任务",
+    r"选项": "参数 (a flag)",
+    r"图像": "图片",
+    r"填充": "补齐 (padding)",
+    r"汇合": "会合",
+    r"证明": "测试, 验证",
+    r"bucket(?!e)": "梯度桶",
+    r"簿记": "记录与管理",
+    r"逐位|一位一位": "逐比特",
+    r"陌生人|一刻钟|吃不饱|来去自由": "书面语",
+}
+
 
 @pytest.mark.parametrize(("page", "translated"), translations(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_languages_are_in_step(page: Path, translated: Path) -> None:
@@ -24,7 +40,26 @@ def test_a_translation_is_chinese(page: Path) -> None:
     prose = [block for block in re.split(r"\n\s*\n", FENCE.sub("", page.read_text())) if re.match(r"\w", block)]
     assert prose
     assert [block for block in prose if not CHINESE.search(block)] == []
+    assert other_terms(page.read_text()) == []
     assert BROKEN.findall(page.read_text()) == []
+
+
+def other_terms(text: str) -> list[str]:
+    """The words of a text for which the pages have another, with that; code is left out."""
+    text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", FENCE.sub("", text))
+    return [f"{match[0]}: {advice}" for term, advice in TERMS.items() for match in re.finditer(term, text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("所以 kernel 越短，批量越大", 2),
+        ("内核（`dmesg`）；SLURM 作业步；4 个 stage", 0),
+        ("torch 带有适用于每块 GPU 的内核", 1),
+    ],
+)
+def test_another_term_is_seen(text: str, seen: int) -> None:
+    assert len(other_terms(text)) == seen
 
 
 def test_every_page_has_its_translation() -> None:

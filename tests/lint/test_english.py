@@ -35,6 +35,18 @@ BANNED = {  # the pattern: what to write instead
     r"compared with nobody": "compared with nothing",
     r"at the first try": "at the first attempt",
     r"with one vocabulary": "with the same flags",
+    r"inside of": "inside",
+    r"equally many": "the same number of",
+    r"(?:knows?|says?|needs?) nothing of": "nothing about, nothing from",
+    r"knows? no|lets? no": "does not know, does not let",
+    r"whoever": "anyone who, a process that",
+    r"that nobody disturbed|whose \w+ nobody knows": "undisturbed, not known",
+    r"in vain": "without success",
+    r"is said so": "is marked so",
+    r"does not do(?=[.;:])": "is not enough, is not the right one",
+    r"(?:is|are) given, is": "no comma between subject and verb",
+    r"some percent": "a few percent",
+    r"what (?:is )?not, stands": "subject, verb, object",
 }
 
 

@@ -100,7 +100,7 @@ def began(pid: int | str = "self") -> str:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; nothing of a process that is gone."""
+    """Fields of /proc/PID/stat from the state on; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

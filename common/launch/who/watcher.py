@@ -1,6 +1,6 @@
 """The thread by which a rank answers others.
 
-It sleeps on a datagram socket: nothing of it is in a training's way, a lost rank breaks no
+It sleeps on a datagram socket: it is never in a training's way, a lost rank breaks no
 connection, and strangers, who do not know the job's token, get no answer.
 """
 
@@ -29,7 +29,7 @@ class Watcher:
 
     Args:
         roll: an address, process and node for each rank.
-        token: what whoever asks must know.
+        token: what a process that asks must know.
         listening: the socket.
         patience: --timeout in seconds.
     """

@@ -58,7 +58,7 @@ def named(call: Call) -> str:
 
 
 def peer_of(call: Call) -> str:
-    """The other end of a message; nothing of a collective."""
+    """The other end of a message; empty for a collective."""
     ways = {"send": "to", "recv": "from"}
     return f" {ways[call['kind']]} {call['peer']}" if "peer" in call else ""
 
