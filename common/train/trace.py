@@ -124,6 +124,6 @@ def arrows(parts: Sequence[Part]) -> Iterator[Event]:
             about = {"name": name, "cat": "arrow", "id": number}
             start = {"ph": "s", "pid": last, "tid": at[last].thread}
             yield about | start | {"ts": round(at[last].time + 0.01, 3)}
-            # 10 ns inside of a span: it belongs to the span in which it is
+            # 10 ns inside a span: it belongs to the span in which it is
             place = {"ph": "f", "bp": "e", "pid": part.rank, "tid": end.thread}
             yield about | place | {"ts": round(end.time - 0.01, 3)}
