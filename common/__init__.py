@@ -7,6 +7,6 @@
 | `data` | the files of MNIST's format, samplers, loaders, a small model |
 | `images` | folders of images: found, decoded, cached, drawn |
 
-`doctor` is a program: the preflight of a machine or a job. `who` and `top` show the ranks of a run
-that goes on: which one waits for which, and how fast it is.
+The rest are programs, in the first table of docs/en/common.md: `doctor`, `memory`, `top`, `who`,
+`compare`, `trace`.
 """

@@ -3,6 +3,6 @@
 | module | what it offers |
 |---|---|
 | `args` | the flags |
-| `runs` | what runs have left, and what of it differs |
+| `runs` | what runs have left, and what differs |
 | `page` | the table and the curves, in the terminal, as PNG and as HTML |
 """

@@ -1,4 +1,4 @@
-"""What runs have left, and what of it differs."""
+"""What runs have left, and what differs."""
 
 import json
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Which rank gets which sample.
 
 Nothing here communicates: every rank computes its own part from its rank and the world size, which
-are by default those of the process group. A program whose ranks do not all read other samples (the
-stages of a pipeline read the same) passes the number of its shard, and that of all shards, instead.
+are by default those of the process group. A program in which several ranks read the same
+samples (the stages of a pipeline) passes the number of its shard, and that of all shards, instead.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What each process finds out alone about CUDA devices. Without one, only `device` says a line."""
+"""What each process finds out alone about CUDA devices. Without one, only `device` says so."""
 
 import os
 import re

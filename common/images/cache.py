@@ -2,8 +2,8 @@
 
 A cache is a folder of chunks of 64 images. A chunk is one file: a table of where each image lies,
 its height and width and a checksum of its pixels, then the pixels, read through a memory map. The
-folder's name is a digest of the names, sizes and times of the image files, so that changed images
-are another cache.
+folder's name is a digest of the names, sizes and times of the image files, so changed images get
+another cache.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """Files to pixels. Of a JPEG only the wanted region is decoded, which is most of the speed.
 
 nvimgcodec decodes a region without computing the rest of the image. It has no wheel for macOS:
-there, Pillow decodes the whole image. In both cases, a region has the pixels that it has as a part
-of the whole image.
+there, Pillow decodes the whole image. Either way, the pixels of a region are those of the whole
+image.
 """
 
 import contextlib

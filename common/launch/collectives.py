@@ -1,4 +1,4 @@
-"""What ranks tell each other beside gradients."""
+"""What ranks tell each other besides gradients."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Processes end with the process that started them: nobody else would wait for them."""
+"""Processes end with the process that started them: nothing else would end them."""
 
 import multiprocessing.connection
 import os

@@ -1,4 +1,4 @@
-"""What `--help` says, and what a value of the wrong type is answered. No torch here."""
+"""What `--help` says, and the answer to a value of the wrong type. No torch here."""
 
 import ast
 import inspect

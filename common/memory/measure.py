@@ -1,7 +1,7 @@
 """What autograd keeps of a model's forward, measured without memory.
 
-The model runs once with fake tensors, which have a shape and no content, and the kernels of a GPU
-need none: each storage that is kept for backward is counted.
+The model runs once with fake tensors, which have a shape but no content, so that a GPU's kernels
+need no GPU: each storage that is kept for backward is counted.
 """
 
 from collections.abc import Callable, Generator

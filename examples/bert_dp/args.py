@@ -113,7 +113,7 @@ class Args:
     """GLOBAL batch size in reviews, divided by the ranks, in each by DataParallel's devices."""
     fast: bool = False
     """The scores of the stock BERT, up to rounding, with less arithmetic (fast_bert.py)."""
-    log_step: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 100
+    log_step: Annotated[int, arg(aliases=["--log-interval"], metavar="STEPS"), MAY_CHANGE] = 100
     """Steps between lines of the log."""
     seed: int = 0
     """Seed of the split, the parameters and the order."""
@@ -145,7 +145,7 @@ class TrainerArgs:
     """GLOBAL batch size in reviews, divided by all devices (the Trainer's own is per device)."""
     eval_batch_size: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 128
     """Reviews at once on a device in evaluation."""
-    logging_steps: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 10
+    logging_steps: Annotated[int, arg(aliases=["--log-interval"], metavar="STEPS"), MAY_CHANGE] = 10
     """Steps between lines of the log."""
     save_total_limit: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 3
     """Checkpoints that stay."""

@@ -70,7 +70,9 @@ class Args:
     """Let DDP search for parameters that a forward did not use."""
     static_graph: Annotated[bool, MAY_CHANGE] = False
     """Promise DDP that every step uses the same parameters in the same order."""
-    print_freq: Annotated[int, arg(aliases=["-p"], metavar="STEPS"), MAY_CHANGE] = 10
+    print_freq: Annotated[
+        int, arg(aliases=["-p", "--log-interval"], metavar="STEPS"), MAY_CHANGE
+    ] = 10
     """Steps between lines of the log."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 500
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""

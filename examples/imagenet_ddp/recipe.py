@@ -1,7 +1,7 @@
 """The model and how it learns: torchvision's models, SGD, warm-up and cosine, average of weights.
 
-`Recipe` in args.py has the flags. No function here knows ranks, but that the first process of a
-node downloads weights.
+`Recipe` in args.py has the flags. No function here knows ranks, except that the first process of
+a node downloads weights.
 """
 
 import copy

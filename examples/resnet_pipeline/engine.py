@@ -1,6 +1,6 @@
 """The same stages by torch.distributed.pipelining: GPipe, 1F1B, interleaved, zero-bubble, ZBV.
 
-Its schedules want micro-batches of one size, so the batch is filled up with samples whose label is
+Its schedules need micro-batches of one size, so the batch is filled up with samples whose label is
 ignored. That changes nothing, except that BatchNorm normalises over them, too: with it, choose a
 number of micro-batches that divides the batch.
 """

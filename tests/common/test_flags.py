@@ -183,7 +183,8 @@ def test_every_flag_is_read(example: str) -> None:
 def test_every_shared_flag_is_read(flags: type[Launch | Precision | Watch]) -> None:
     sources = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
     sources += "watch.config"  # which config_file finds in the words of the command
-    unread = [field.name for field in fields(flags) if not re.search(rf"(flags|watch)\.{field.name}\b", sources)]
+    read = r"(flags|watch)(\.|, \")"  # the Trainer programs have not all of `Watch`: getattr
+    unread = [field.name for field in fields(flags) if not re.search(rf"{read}{field.name}\b", sources)]
     assert unread == []
 
 
