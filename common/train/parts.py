@@ -100,7 +100,8 @@ def load(file: Path) -> tuple[Event, list[Event]]:
         content = json.loads(file.read_text())
         facts, events = content[FACTS], content["traceEvents"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{file}: no trace of a rank ({error!r}): record it by --profile") from None
+        why = error.strerror if isinstance(error, OSError) else "damaged"
+        raise UserError(f"{file}: no trace of a rank ({why}): record it by --profile") from None
     shift = (content["baseTimeNanoseconds"] - facts["began"]) / 1000
     kept = [event for event in events if event["pid"] not in ("Spans", "Traces", "")]
     for event in kept:

@@ -16,7 +16,7 @@ from tests.conftest import Programs
 from tests.runs import SMALL_RESNET, mutated, result
 
 TRAINING = "examples/mnist_ddp_spawn/train.py"
-MNIST = ("-m", "examples.mnist_ddp_spawn", "--nproc", 2, "--threads", 1, "--limit-steps", 5, "--profile", 3)
+MNIST = ("-m", "examples.mnist_ddp_spawn", "--threads", 1, "--limit-steps", 5, "--profile", 3)
 SLEEP = 100.0  # ms
 SLOW = f"__import__('time').sleep({SLEEP / 1000} * rank)"
 SLOW_DATA = (TRAINING, "collate_fn=list", f"collate_fn=lambda them: ({SLOW}, list(them))[1]")
@@ -49,7 +49,7 @@ def medians(out: Path) -> list[dict[str, float]]:
 def test_a_slow_loader_is_named_by_clocks_that_differ(programs: Programs, tmp_path: Path) -> None:
     """Rank 1 waits for its data, and rank 0 for rank 1; the clock of rank 1 is 5 s ahead."""
     code = mutated(tmp_path / "code", SLOW_DATA, *SHIFTED)
-    done = programs.run(*MNIST, "--out", tmp_path / "out", cwd=code)
+    done = programs.run(*MNIST, "--nproc", 2, "--out", tmp_path / "out", cwd=code)
     first, second = medians(tmp_path / "out")
     assert first["others"] > SLEEP / 2 > first["data"]
     assert second["data"] > 0.99 * SLEEP
@@ -64,10 +64,13 @@ def test_a_slow_loader_is_named_by_clocks_that_differ(programs: Programs, tmp_pa
         assert picture.width > 600
 
 
-def test_slow_computing_is_named(programs: Programs, tmp_path: Path) -> None:
+def test_slow_computing_is_named_on_two_nodes(programs: Programs, tmp_path: Path, free_port: int) -> None:
     """Then `python -m common.trace` says the same of the files; without one of them it says so."""
-    out = tmp_path / "out"
-    done = programs.run(*MNIST, "--out", out, cwd=mutated(tmp_path / "code", SLOW_COMPUTE))
+    out, code = tmp_path / "out", mutated(tmp_path / "code", SLOW_COMPUTE)
+    nodes = ("--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}", "--out", out)
+    other = programs.start(*MNIST, *nodes, "--rank", 1, cwd=code)
+    done = programs.run(*MNIST, *nodes, "--rank", 0, cwd=code)
+    programs.finish(other)
     first, second = medians(out)
     assert first["others"] > SLEEP / 2
     assert second["computing"] > 0.99 * SLEEP
@@ -79,7 +82,7 @@ def test_slow_computing_is_named(programs: Programs, tmp_path: Path) -> None:
     assert trace(out) == before
     (out / "trace" / "rank-1.json").unlink()
     error = programs.run("-m", "common.trace", out, code=2).stderr
-    assert error.startswith(f"error: {out / 'trace' / 'rank-1.json'}: no trace of a rank")
+    assert error.startswith(f"error: {out / 'trace' / 'rank-1.json'}: no trace of a rank (No such file")
 
 
 def check(events: list[Event]) -> None:
