@@ -86,6 +86,11 @@ class Place:
         os.environ.update({name: str(value) for name, value in values.items()})
 
 
+def address(host: str, port: int) -> str:
+    """`host:port`, or `[host]:port` for a number of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 _current: Place | None = None
 
 

@@ -166,7 +166,7 @@ def _lost(error: Exception) -> str:
     """One line about another process that ended or fell silent."""
     where = f" {getattr(error, '__notes__', [''])[0]}".rstrip()
     here = place.current()
-    cut_off = f"the host of the rendezvous, {here.host}:{here.port}, is gone, too,"
+    cut_off = f"the host of the rendezvous, {place.address(here.host, here.port)}, is gone, too,"
     who = ""
     if rendezvous.joined is not None:
         silent = last_words.answer(lambda: last_words.without_word(cut_off), cut_off)

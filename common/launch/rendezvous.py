@@ -33,14 +33,18 @@ joined: dist.Store | None = None
 def listen(port: int, loopback: bool) -> socket.socket:
     """Bind the socket of the store, on loopback when all processes are on one machine.
 
-    The socket is bound here and handed to the store: a store that binds by itself listens on all
-    interfaces, and a free port that is looked up first can be taken before it is used.
+    Outside of it, on all addresses, of IPv6 and of IPv4. The socket is bound here and handed to the
+    store: a store that binds by itself listens on all interfaces, and a free port that is looked up
+    first can be taken before it is used.
 
     Raises:
         UserError: the port is in use.
     """
     try:
-        return socket.create_server(("127.0.0.1" if loopback else "", port), backlog=512)
+        if loopback or not socket.has_dualstack_ipv6():
+            return socket.create_server(("127.0.0.1" if loopback else "", port), backlog=512)
+        family = socket.AF_INET6
+        return socket.create_server(("", port), family=family, backlog=512, dualstack_ipv6=True)
     except OSError as error:
         reason = os.strerror(error.errno or errno.EINVAL)
         raise UserError(
@@ -114,8 +118,8 @@ def _await_host(host: str, port: int, seconds: float) -> None:
                 time.sleep(0.1)
                 continue
             raise Absent(
-                f"the first node, {host}:{port}, cannot be reached within {seconds:g} s ({error}): "
-                f"start it, and check its name, the port and the firewall"
+                f"the first node, {place.address(host, port)}, cannot be reached within "
+                f"{seconds:g} s ({error}): start it, and check its name, the port and the firewall"
             ) from None
         return
 

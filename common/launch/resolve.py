@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 
 from common.launch.errors import UserError
 from common.launch.flags import Launch
-from common.launch.place import Place
+from common.launch.place import Place, address
 
 DEFAULT_PORT = 29500  # torchrun's
 
@@ -104,7 +104,7 @@ def _from_pet(flags: Launch, env: Mapping[str, str], devices: Callable[[], int])
     count = {"PET_NNODES": nodes.split(":")[0], "PET_NPROC_PER_NODE": nproc}
     host, port = env.get("PET_MASTER_ADDR", "127.0.0.1"), env.get("PET_MASTER_PORT", DEFAULT_PORT)
     several = _number(count, "PET_NNODES") > 1
-    meeting = f"tcp://{host}:{port}" if several or "PET_MASTER_ADDR" in env else None
+    meeting = f"tcp://{address(host, int(port))}" if several or "PET_MASTER_ADDR" in env else None
     world_size, rank = flags.world_size, flags.rank
     return replace(
         flags,

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -175,6 +176,13 @@ def abandoned(args: Args) -> None:
     time.sleep(30)
 
 
+def quiet(args: Args) -> None:
+    """All ranks do nothing for a while after a collective, and so each looks for one that has not ended."""
+    dist.all_reduce(torch.ones(3))
+    time.sleep(1.5)
+    put([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
+
+
 def ignores(args: Args) -> None:
     """All ranks sleep, and are stopped before they train."""
     put("sleeping")
@@ -318,6 +326,7 @@ JOBS = {
     "dies": dies,
     "aborts": aborts,
     "abandoned": abandoned,
+    "quiet": quiet,
     "ignores": ignores,
     "waits": waits,
     "stops": stops,

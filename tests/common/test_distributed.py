@@ -169,6 +169,13 @@ def test_a_rank_that_ends_itself_is_named(programs: Programs, tmp_path: Path) ->
     assert not any(line.split()[2] == "1" for line in notes.read_text().splitlines())
 
 
+def test_whoever_watches_imports_nothing(programs: Programs) -> None:
+    """The main thread may be importing torch._dynamo, for a second: one of the two would find half of it."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2)
+    done = programs.run(*torchrun, *JOBS, "quiet", "--timeout", 1, cold=True)
+    assert done.stdout.splitlines() == ["[]", "[]"]
+
+
 @pytest.mark.parametrize("launcher", [("--nproc", 2), ("torchrun",)])
 def test_a_rank_that_the_watchdog_of_nccl_ends_has_lost_another(
     programs: Programs, tmp_path: Path, launcher: tuple[object, ...]

@@ -4,6 +4,7 @@ Collectives are read from torch's flight recorder, which records them anyway, wh
 Messages are not in it under gloo, so `note_messages` keeps the last ones.
 """
 
+import importlib
 import linecache
 import os
 import pickle
@@ -101,8 +102,18 @@ def messages() -> list[dict[str, Any]]:
     return told
 
 
-def recorded(**how: bool) -> Iterator[dict[str, Any]]:
-    """The flight recorder's entries, of each backend that has one here."""
+def recorded(lines: bool = True) -> Iterator[dict[str, Any]]:
+    """The flight recorder's entries, of each backend that has one here.
+
+    Args:
+        lines: whether to look up the lines that issued them, which takes a second the first time:
+            torch imports torch._inductor for them, which torch._dynamo imports, and the other way
+            round. The main thread may be importing them, too: always in one order, or one thread
+            finds the other's half made.
+    """
+    if lines:
+        importlib.import_module("torch._dynamo")
+    how = {"includeStackTraces": lines}
     for name, backend in (
         ("_dump_fr_trace", {"backend": "gloo"}),
         ("_dump_nccl_trace", {}),
@@ -126,19 +137,21 @@ def counted() -> bytes:
 
 def active() -> set[tuple[str, int]]:
     """Groups and numbers of the collectives that have begun and not ended."""
-    return {(call["group"], call["number"]) for call in collectives() if not call["done"]}
+    calls = collectives(lines=False)
+    return {(call["group"], call["number"]) for call in calls if not call["done"]}
 
 
-def collectives() -> list[dict[str, Any]]:
-    """The last collectives of this process, the oldest first."""
-    entries = sorted(recorded(), key=lambda entry: entry["time_created_ns"])
+def collectives(lines: bool = True) -> list[dict[str, Any]]:
+    """The last collectives of this process, the oldest first; with or without their `lines`."""
+    entries = sorted(recorded(lines), key=lambda entry: entry["time_created_ns"])
     world, told = dist.distributed_c10d._world, []
     groups = [group for group in world.pg_names if isinstance(group, dist.ProcessGroup)]
     ranks = {world.pg_names[group]: list(world.pg_group_ranks[group]) for group in groups}
     for entry in entries[-LAST:]:
         if entry["is_p2p"]:
             continue
-        frames = [(each["filename"], each["line"], each["name"]) for each in entry["frames"]]
+        stack = entry.get("frames", [])
+        frames = [(each["filename"], each["line"], each["name"]) for each in stack]
         file, line, _ = (of_example(frames) or [("?", 0, "")])[0]
         shapes, kinds = entry["input_sizes"], entry["input_dtypes"]
         numbers = [torch.Size(shape).numel() for shape in shapes]

@@ -115,7 +115,7 @@ def report_at_abort(end: Callable[[str], None]) -> None:
 def _overdue() -> str:
     """The collective of this rank that has not ended within --timeout; empty if there is none."""
     limit = time.time() - place.current().flags.timeout
-    for call in calls.collectives():
+    for call in calls.collectives(lines=False):
         if not call["done"] and call["made"] <= limit:
             return f"{call['kind']} {call['number']} did not end within --timeout"
     return ""
