@@ -189,7 +189,8 @@ def _collectives(
 
 def _exposed(slices: Sequence[Event], natives: Sequence[Span]) -> list[Span]:
     """When this rank stands still for communication: see `common/train/shares.py`."""
-    runloops = {event["tid"] for event in slices if event["name"].startswith("gloo:all")}
+    known = ("gloo:all", "gloo:broadcast", "gloo:barrier", "gloo:gather", "gloo:reduce")
+    runloops = {event["tid"] for event in slices if event["name"].startswith(known)}
     groups: dict[str, list[Span]] = {"wait": [], "op": [], "nccl": [], "kernel": []}
     for event in slices:
         name, kind = event["name"], event.get("cat", "")

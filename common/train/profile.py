@@ -29,7 +29,7 @@ from common.train.state import TrainState
 
 WARM_UP = 2  # steps before those that are recorded
 ROUNDS = 20  # barriers at which the clocks are read
-MOST = 300_000_000  # bytes of traces that a run puts together itself: 3 s for 100 MB
+MOST = 100_000_000  # bytes of traces that a run puts together itself: some 10 s
 Item = TypeVar("Item")
 
 
@@ -60,12 +60,12 @@ class Profile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._profiler is not None and kind is None:
+        if self._profiler is not None and kind is None and self._done > WARM_UP:
             self._report()
         elif self._profiler is not None:  # no exchange: another rank may have failed
             with suppress(UserError):
                 self._write()
-        elif self.steps and self._done < WARM_UP and kind is None:
+        if self.steps and self._done <= WARM_UP and kind is None:
             self.log.warn(f"--profile {self.steps}: no step was left after {WARM_UP} to warm up")
 
     def input(self, batches: Iterator[Item], state: TrainState) -> Iterator[Item]:

@@ -90,7 +90,7 @@ def _events(out: Path, part: Part) -> Iterator[Event]:
         if event["name"].startswith("process_"):
             continue
         event |= {"pid": part.rank, "ts": round(event["ts"] - part.offset, 3)}
-        if "id" in event:  # an arrow of this rank
+        if isinstance(event.get("id"), int):  # an arrow of this rank
             event["id"] += part.rank << 40
         if event["ph"] == "X" and event["name"] in ("gloo:send", "gloo:recv"):
             # They begin in an operator and end in a wait: tracks need spans inside each other.

@@ -85,6 +85,12 @@ def test_slow_computing_is_named_on_two_nodes(programs: Programs, tmp_path: Path
     assert error.startswith(f"error: {out / 'trace' / 'rank-1.json'}: no trace of a rank (No such file")
 
 
+def test_a_run_of_two_steps_has_none_to_record(programs: Programs, tmp_path: Path) -> None:
+    words = ("-m", "examples.mnist_ddp_spawn", "--limit-steps", 2, "--profile", 3, "--out", tmp_path)
+    assert "warning: --profile 3: no step was left after 2 to warm up" in programs.run(*words).stderr
+    assert "profile" not in result(tmp_path)
+
+
 def check(events: list[Event]) -> None:
     """The rules of the trace-event format that viewers rely on."""
     spans = defaultdict(list)
