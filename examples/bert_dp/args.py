@@ -24,6 +24,8 @@ class TextArgs:
     small BERT, from scratch)."""
     vocab: Annotated[Path | None, arg(metavar="FILE"), MustExist()] = None
     """vocab.txt of a BERT, for the small one (default: the characters of the reviews)."""
+    pairs: Annotated[int, arg(metavar="N")] = 0
+    """Pairs of Chinese characters that the small BERT has as tokens: the most frequent ones."""
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
     """Longest input in tokens; a longer one loses its end."""
     layers: Annotated[int | None, arg(metavar="N")] = None
@@ -43,7 +45,7 @@ class TextArgs:
     def __post_init__(self) -> None:
         at_least(4, max_length=self.max_length)
         at_least(1, layers=self.layers)
-        at_least(0, lr=self.lr, weight_decay=self.weight_decay)
+        at_least(0, lr=self.lr, weight_decay=self.weight_decay, pairs=self.pairs)
         share(warmup=self.warmup)
         if self.dropout is not None:
             share(dropout=self.dropout)
@@ -52,6 +54,7 @@ class TextArgs:
                 f"--hidden {self.hidden}: give a multiple of 64, the width of an attention head"
             )
         small = {"--vocab": self.vocab, "--layers": self.layers, "--hidden": self.hidden}
+        small["--pairs"] = self.pairs or None
         given = [flag for flag, value in small.items() if value is not None]
         if self.columns != ("review", "label") and not self.csv:
             raise UserError("--columns is for --csv: give both, or none")
@@ -113,6 +116,8 @@ class Args:
     """GLOBAL batch size in reviews, divided by the ranks, in each by DataParallel's devices."""
     fast: bool = False
     """The scores of the stock BERT, up to rounding, with less arithmetic (fast_bert.py)."""
+    mask: Annotated[float, arg(metavar="SHARE")] = 0.0
+    """Word dropout: share of the tokens that training replaces by [MASK], others each time."""
     log_step: Annotated[int, arg(aliases=["--log-interval"], metavar="STEPS"), MAY_CHANGE] = 100
     """Steps between lines of the log."""
     seed: int = 0
@@ -132,6 +137,7 @@ class Args:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, log_step=self.log_step)
         at_least(1, checkpoint_every=self.checkpoint_every)
         at_least(0, seed=self.seed)
+        share(mask=self.mask)
         refuse_image_flags(self.amp)
 
 

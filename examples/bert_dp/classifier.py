@@ -21,16 +21,22 @@ class Classifier(nn.Module):
         autocast: makes the context of mixed precision. It is entered in `forward` because
             DataParallel runs its replicas in threads, and an autocast of the caller does not reach
             other threads.
+        mask: share of the tokens that training hides: word dropout, as in Iyyer et al., 2015,
+            https://aclanthology.org/P15-1162
+        mask_id: the number of [MASK].
     """
 
     def __init__(
         self,
         bert: BertForSequenceClassification,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        mask: float = 0.0,
+        mask_id: int = PAD,
     ) -> None:
         super().__init__()
         self.bert = bert
         self.autocast = autocast
+        self.mask, self.mask_id = mask, mask_id
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
         """Compute class scores, or their loss.
@@ -42,6 +48,10 @@ class Classifier(nn.Module):
         Returns:
             Logits [N, 2]; with labels the SUM of the cross-entropies, [1].
         """
+        if self.training and self.mask:
+            chosen = torch.rand(ids.shape, device=ids.device) < self.mask
+            chosen[:, 0] = False  # [CLS], which the classifier reads
+            ids = ids.masked_fill(chosen & (ids != PAD), self.mask_id)
         with self.autocast():
             logits = self.logits(ids).float()
         if labels is None:

@@ -17,7 +17,7 @@ from common.launch.errors import UserError
 from common.train.files import write_atomically
 from examples.bert_dp.args import TextArgs
 from examples.bert_dp.reviews import ID2LABEL
-from examples.bert_dp.tokens import PAD, make_tokenizer, read_vocabulary, vocabulary
+from examples.bert_dp.tokens import PAD, add_pairs, make_tokenizer, read_vocabulary, vocabulary
 
 LABEL2ID = {name: label for label, name in ID2LABEL.items()}
 # A pretrained model may lack these: they are trained here.
@@ -35,7 +35,7 @@ def prepare(
 
     Args:
         args: the flags.
-        texts: the training reviews, for their characters.
+        texts: the training reviews, for their characters and pairs.
 
     Returns:
         Model, tokenizer, and a description of the model.
@@ -47,6 +47,7 @@ def prepare(
         model, tokenizer = load(args.model, args.max_length, new_head=True, dropout=args.dropout)
         return model, tokenizer, f"BERT from {args.model}"
     tokens = read_vocabulary(args.vocab) if args.vocab else vocabulary(texts)
+    tokens = add_pairs(tokens, texts, args.pairs)
     layers, hidden, dropout = (args.chosen[name] for name in ("layers", "hidden", "dropout"))
     config = BertConfig(
         vocab_size=len(tokens),
@@ -63,7 +64,8 @@ def prepare(
         label2id=LABEL2ID,
     )
     name = f"BERT of {layers} layers x {hidden} with {len(tokens):,} tokens, from scratch"
-    return BertForSequenceClassification(config), make_tokenizer(tokens, args.max_length), name
+    tokenizer = make_tokenizer(tokens, args.max_length, pairs=args.pairs > 0)
+    return BertForSequenceClassification(config), tokenizer, name
 
 
 def load(

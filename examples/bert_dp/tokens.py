@@ -1,5 +1,6 @@
 """Text to numbers: the vocabulary, and reviews that are tokenised once and padded per batch."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from common.data.samplers import GlobalBatchSampler, indices_of
 from common.launch.errors import UserError
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+HAN = re.compile("[\u4e00-\u9fff]+")
 PAD = 0  # the id of [PAD], in every vocabulary that is accepted here
 
 
@@ -31,6 +33,25 @@ def vocabulary(texts: Sequence[str]) -> list[str]:
     characters = sorted(counts, key=lambda character: (-counts[character], character))
     continued = [f"##{c}" for c in characters if c.isascii() and c.isalnum()]
     return [*SPECIAL, *characters, *continued]
+
+
+def add_pairs(tokens: list[str], texts: Sequence[str], count: int) -> list[str]:
+    """A vocabulary with the `count` most frequent pairs of neighbouring Chinese characters.
+
+    WordPiece reads from left to right and takes the longest token that fits, a pair or a character;
+    each is there twice, as the begin of a stretch of Chinese and, with ##, within one.
+    """
+    if not count:
+        return tokens
+    pairs = Counter(
+        stretch[start : start + 2]
+        for text in texts
+        for stretch in HAN.findall(text)
+        for start in range(len(stretch) - 1)
+    )
+    frequent = sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:count]
+    begin = [*(token for token in tokens if HAN.fullmatch(token)), *frequent]
+    return list(dict.fromkeys([*tokens, *begin, *(f"##{token}" for token in begin)]))
 
 
 def read_vocabulary(path: Path) -> list[str]:
@@ -57,15 +78,22 @@ def read_vocabulary(path: Path) -> list[str]:
     return tokens
 
 
-def make_tokenizer(tokens: Sequence[str], max_length: int) -> BertTokenizer:
+def make_tokenizer(tokens: Sequence[str], max_length: int, pairs: bool = False) -> BertTokenizer:
     """A tokenizer for a vocabulary.
 
-    It lowers the case of its input if the vocabulary has lower-case letters only.
+    It lowers the case of its input if the vocabulary has lower-case letters only. With `pairs` it
+    does not split Chinese into characters: a stretch of it, of 100 characters at most, is a word of
+    pairs and characters, and [UNK] if one of them is not in the vocabulary.
     """
     words = [token for token in tokens if not token.startswith(("[", "<"))]
     cased = any(token != token.lower() for token in words)
     numbers = {token: number for number, token in enumerate(tokens)}
-    return BertTokenizer(vocab=numbers, do_lower_case=not cased, model_max_length=max_length)
+    return BertTokenizer(
+        vocab=numbers,
+        do_lower_case=not cased,
+        model_max_length=max_length,
+        tokenize_chinese_chars=not pairs,
+    )
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ def train(args: Args, device: torch.device) -> None:
     settings = {"epochs": epochs, **args.text.chosen}
     with Run(args, device, data, settings=settings, log_every=args.log_step, unit="reviews") as run:
         kind = FastClassifier if args.fast else Classifier
-        model = run.prepare(kind(data.bert, run.autocast))
+        mask = (args.mask, data.tokenizer.mask_token_id)
+        model = run.prepare(kind(data.bert, run.autocast, *mask))
         devices = local_devices(args.launch, device)
         parallel = nn.DataParallel(model, devices) if devices else model
         used = ", ".join(f"cuda:{number}" for number in devices)

@@ -171,8 +171,9 @@ def test_the_old_name_of_the_program_works(programs: Programs, tmp_path: Path, u
 def test_killed_stopped_and_resumed_is_bit_identical(
     programs: Programs, tmp_path: Path, eventually: Eventually
 ) -> None:
-    """With dropout, so that the random states count, and three ranks."""
-    base = (*TRAIN, "--nproc", 3, "--epochs", 12, "-b", 24, "--hidden", 64, "--dropout", 0.1, *FP32)
+    """With both kinds of dropout, so that the random states count, pairs of characters, and three ranks."""
+    size = ("--epochs", 12, "-b", 24, "--hidden", 64)
+    base = (*TRAIN, "--nproc", 3, *size, "--dropout", 0.1, "--mask", 0.1, "--pairs", 50, *FP32)
     programs.run(*base, "--out", tmp_path / "whole")
     flags = (*base, "--checkpoint-every", 5, "--out", tmp_path / "cut", "--resume", "auto")
     process = programs.start(*flags)

@@ -66,6 +66,28 @@ def test_scores_and_gradients_are_the_models_own(kind: type[Classifier], layers:
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", [Classifier, FastClassifier])
+def test_word_dropout_hides_some_tokens_in_training_only(
+    kind: type[Classifier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bert, tokenizer, _, _ = shipped()
+    model, seen = kind(bert, mask=0.3, mask_id=tokenizer.mask_token_id), []
+    scores = model.logits
+    monkeypatch.setattr(model, "logits", lambda ids: seen.append(ids) or scores(ids))
+    ids = torch.randint(5, 40, (50, 60))
+    ids[:, 50:] = 0
+    for _ in range(2):
+        model(ids)
+    model.eval()(ids)
+    hidden = [each == tokenizer.mask_token_id for each in seen]
+    assert 0.25 < hidden[0][:, 1:50].double().mean() < 0.35
+    assert not hidden[0][:, 0].any(), "[CLS]"
+    assert not hidden[0][:, 50:].any(), "[PAD]"
+    assert torch.equal(seen[0].masked_fill(hidden[0], 0), ids.masked_fill(hidden[0], 0))
+    assert not torch.equal(hidden[0], hidden[1]), "others each time"
+    assert torch.equal(seen[2], ids), "evaluation sees all"
+
+
 @pytest.mark.parametrize("queries", [1, 9])
 def test_attention_by_products_is_torchs_own(queries: int) -> None:
     """In float64 they agree to its rounding; in bfloat16, which has 8 bits, both are as near to that as it goes."""

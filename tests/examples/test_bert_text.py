@@ -13,7 +13,15 @@ from transformers.models.bert.tokenization_bert import BertTokenizer
 
 from common.launch.errors import UserError
 from examples.bert_dp.reviews import read_reviews, split
-from examples.bert_dp.tokens import SPECIAL, LengthSampler, encode, make_tokenizer, read_vocabulary, vocabulary
+from examples.bert_dp.tokens import (
+    SPECIAL,
+    LengthSampler,
+    add_pairs,
+    encode,
+    make_tokenizer,
+    read_vocabulary,
+    vocabulary,
+)
 from tests.conftest import Programs
 from tests.examples.bert_jobs import SMALL, TRAIN, default_run
 from tests.runs import NO_GPU, result
@@ -63,6 +71,28 @@ def test_the_vocabulary_of_a_real_model(real_data: Path) -> None:
     text = "酒店位置好，wifi快，房间有12.5平米——不错！"
     assert ours(text)["input_ids"] == theirs(text)["input_ids"]
     assert ours("WIFI")["input_ids"] == ours("wifi")["input_ids"], "no capital letters in this vocabulary"
+
+
+def test_pairs_are_tokens_where_they_fit(tmp_path: Path) -> None:
+    """As a folder for `from_pretrained` has them, too; a character that is unknown costs the stretch it stands in."""
+    texts = ["房间很好", "房间很大,很好", "wifi好"]
+    tokens = add_pairs(vocabulary(texts), texts, 2)
+    assert {"房间", "##房间", "很好", "##很好", "##大"} <= set(tokens)
+    assert len(set(tokens)) == len(tokens)
+    assert not {"间很", "很大"} & set(tokens), "rarer, or of a later character"
+    make_tokenizer(tokens, 16, pairs=True).save_pretrained(tmp_path)
+    for tokenizer in (make_tokenizer(tokens, 16, pairs=True), BertTokenizer.from_pretrained(tmp_path)):
+        assert tokenizer.tokenize("房间很好") == ["房间", "##很好"]
+        assert tokenizer.tokenize("很大间房间,WiFi好") == [
+            "很",
+            "##大",
+            "##间",
+            "##房间",
+            ",",
+            *["w", "##i", "##f", "##i", "##好"],
+        ]
+        assert tokenizer.tokenize("房间猫,很好") == ["[UNK]", ",", "很好"]
+    assert add_pairs(tokens, texts, 0) == tokens
 
 
 def written(path: Path, content: str | bytes) -> Path:
@@ -210,6 +240,8 @@ def test_the_shipped_reviews_are_our_own(real_data: Path) -> None:
         (["--nproc", 2, "--csv", "CSV"], r"\S+ has 0 usable review\(s\) with the label 0"),
         (["--nproc", 2, "--model", "EMPTY"], "--model .*: no config.json there"),
         (["--model", "DIR", "--vocab", "x"], "--vocab with --model: the folder decides that"),
+        (["--model", "DIR", "--pairs", 9], "--pairs with --model: the folder decides that"),
+        (["--mask", 2], "--mask 2"),
         (["--hidden", 100], "--hidden 100: give a multiple of 64"),
         (["--channels-last", "yes"], "--channels-last is for images"),
         (["--model", "NOWEIGHTS"], "--model .*: no weights there"),
