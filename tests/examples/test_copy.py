@@ -156,8 +156,11 @@ def copied(text: str, changes: tuple[tuple[str, str], ...] = ()) -> str:
     text = re.sub(r"^def main\(place.*?\n\n\n", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"^.*\b(warm_up_buckets\(|place\.export\().*\n", "", text, flags=re.MULTILINE)
     text = text.replace(", init_method=JOB", "").replace("place: Place, ", "")
-    begin = '    main_worker(int(os.environ["LOCAL_RANK"]), ARGS)'
-    return re.sub(r"^    (?:runpy\.run_module|start)\(.*\)$", begin, text, flags=re.MULTILINE)
+    # It ends as `start` does. While Python is taken down, one of torch's threads may ask for its lock: before
+    # Python 3.14 that ends the thread, and C++ then the process, by SIGABRT (seen once, after all had been printed).
+    begin = ('main_worker(int(os.environ["LOCAL_RANK"]), ARGS)', "sys.stdout.flush()", "os._exit(0)")
+    lines = "\n".join(f"    {line}" for line in begin)
+    return re.sub(r"^    (?:runpy\.run_module|start)\(.*\)$", lines, text, flags=re.MULTILINE)
 
 
 def take_out(folder: Path, name: str, flags: Any, example: Path = ROOT) -> None:
@@ -171,7 +174,7 @@ def take_out(folder: Path, name: str, flags: Any, example: Path = ROOT) -> None:
     train = copied((source / "train.py").read_text(), copy.changes)
     assert "Run(" in train
     (folder / "train.py").write_text(
-        train.replace("\nimport torch\n", "\nimport os\nimport torch\nfrom flags import ARGS\n", 1)
+        train.replace("\nimport torch\n", "\nimport os\nimport sys\nimport torch\nfrom flags import ARGS\n", 1)
     )
     (folder / "flags.py").write_text(
         "import datetime\nimport functools\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"

@@ -251,7 +251,7 @@ def test_a_lost_stage_is_named_and_ends_all(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--nproc", 3, "--stages", 2], "--stages 2: it must divide the 3 processes"),
+        (["--nproc", 2, "--stages", 3], "--stages 3: it must divide the 2 processes"),
         (["--nproc", 2, "--stages", 1, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 replicas"),
         (["--schedule", "zbv"], "--schedule zbv needs --engine torch"),
         (["--cuts", "layer9.0"], "--cuts layer9.0: no block of this name; a stage may begin with layer1"),
