@@ -115,6 +115,17 @@ def test_a_batch_is_totensor_and_normalize(drawn: Path) -> None:
         torch.testing.assert_close(image, to_tensor(pixels.permute(1, 2, 0).numpy()), rtol=0, atol=1e-5)
 
 
+def test_images_come_in_the_precision_of_the_first_convolution(drawn: Path) -> None:
+    """Rounded as autocast would round them, and so with the same result."""
+    data, half = ImageFolder(drawn / "val", 64, training=False), MixedPrecision(Precision("bf16", "yes"), AMP.device)
+    images, rounded = (next(iter(eval_loader(data, 5, amp, workers=0, rank=0, world_size=1)))[0] for amp in (AMP, half))
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, images.to(torch.bfloat16))
+    convolution = torch.nn.Conv2d(3, 4, 3)
+    with half.autocast():
+        assert torch.equal(convolution(rounded), convolution(images))
+
+
 # ----------------------------------------------------------------------------------------------------- files
 
 

@@ -143,7 +143,7 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
             },
             {"world_size": 2, "num_nodes": 2, "host": "gpu05"},
         ),
-        # a SLURM allocation of one task is no world
+        # a SLURM allocation of one task does not decide the world
         ({"nproc": 2}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"launcher": "spawn", "world_size": 2}),
         # PET_* without torchrun
         (
