@@ -34,7 +34,7 @@ class Meters:
         self._evaluations: list[float] = []  # seconds
         self._losses: list[Tensor] = []
         self._names: tuple[str, ...] = ()  # of a program's other losses
-        self._of_epoch: list[float] = []  # the losses that have been gathered
+        self.of_epoch = (0.0, 0)  # sum and count of the losses that have been gathered
         self._before_epoch = (0, 0.0)  # samples, seconds of training
         self._at_last_line = (0.0, 0, 0.0)  # time, samples, seconds of input
         self._step = 0  # of the run
@@ -76,15 +76,15 @@ class Meters:
         self.log.advance(lambda: self._losses[-1].reshape(-1)[0].item() if self._losses else None)
 
     def epoch(self) -> dict[str, float]:
-        """Mean loss and samples per second since the last call."""
+        """Mean loss of the epoch, of steps before a resume, too, and samples per second."""
         samples, seconds = self._before_epoch
         self._before_epoch = self.samples, self.seconds["train"]
         found = {}
-        if self._of_epoch:
-            found["loss"] = sum(self._of_epoch) / len(self._of_epoch)
+        if self.of_epoch[1]:
+            found["loss"] = self.of_epoch[0] / self.of_epoch[1]
         if self.samples > samples:
             found["speed"] = (self.samples - samples) / (self.seconds["train"] - seconds)
-        self._of_epoch = []
+        self.of_epoch = (0.0, 0)
         return found
 
     def training(self, batches: Iterator[Item]) -> Iterator[Item]:
@@ -140,7 +140,8 @@ class Meters:
         progress["loss"] = rows[-1][0]
         self.log.write_lines()
         means = [row[0] for row in rows]
-        self._of_epoch += means
+        total, count = self.of_epoch
+        self.of_epoch = sum(means, total), count + len(means)
         return means
 
     def progress(self, label: str, step: int) -> None:

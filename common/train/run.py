@@ -121,6 +121,7 @@ class Run:
             self.print0(f"resumed from {found.path} at step {self.state.step}")
         elif init := getattr(args, "init", None):
             init_model(init, self.parts["model"])
+        self.meters.of_epoch = self.state.losses
         begin(self, resumed=found is not None)
         self._checkpoints = self._surroundings.enter_context(checkpoints)
         self._surroundings.enter_context(self.profile)
@@ -192,6 +193,7 @@ class Run:
 
     def _save(self) -> None:
         self.meters.gather_losses(self.state.step)
+        self.state.losses = self.meters.of_epoch
         self._before_save()
         self._checkpoints.save(asdict(self.state))
 

@@ -14,6 +14,7 @@ class TrainState:
     epoch: int = 0
     batch: int = 0  # in this epoch: global batches that are done
     step: int = 0  # in all epochs
+    losses: tuple[float, int] = (0.0, 0)  # of this epoch's steps: sum and count
     best: dict[str, float] = field(default_factory=dict)  # the best value of the metric chosen
     metrics: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)  # of the program

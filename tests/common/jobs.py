@@ -1,5 +1,6 @@
 """Jobs of several processes that the tests run: `python -m tests.common.jobs NAME [--nproc N]`."""
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -16,11 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from tyro.conf import OmitArgPrefixes, Positional
 
+from common.data.idx import digits
+from common.data.samplers import GlobalBatchSampler
 from common.launch import last_words
 from common.launch import rendezvous as rendezvous_module
-from common.launch.args import start
+from common.launch.args import parse, start
 from common.launch.cgroup import cores, machine
 from common.launch.collectives import assert_same_on_all_ranks, local_rank0_first
 from common.launch.errors import Stopped, UserError
@@ -33,7 +37,9 @@ from common.train.checkpoint import Checkpoints
 from common.train.checks import CheckError, check_replicas, check_seen_once, parameter_hash
 from common.train.ddp import warm_up_buckets
 from common.train.evaluate import ordered_predictions
+from common.train.run import Run
 from common.train.stop import Stop
+from examples.mnist_ddp_spawn.args import Args as MnistArgs
 
 
 @dataclass(frozen=True)
@@ -298,6 +304,31 @@ def resumes(args: Args) -> None:
     put("identical" if check_replicas(ddp.module.first) == expected else "different")
 
 
+def losses_of_an_epoch(args: Args) -> None:
+    """An epoch in one go, and stopped after each of its steps: the loss of its line."""
+    data = digits()
+    sampler = GlobalBatchSampler(len(data.train), 360, 0)
+    loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=data.collate)
+
+    def train(out: Path, last: int) -> None:
+        flags = ["--out", str(out), "--precision", "fp32", "--resume", "auto", "--batch-size", "360"]
+        with Run(parse(MnistArgs, flags), torch.device("cpu"), data) as run:
+            run.resume(model=nn.Linear(1, 1))
+            run._unchecked = None  # nothing is trained
+            run._stop.agreed = lambda: signal.SIGTERM if run.state.step == last else 0  # ty: ignore[invalid-assignment]
+            for _ in run.epochs(1):
+                for _ in run.steps(loader):
+                    run.log(torch.tensor(float(run.state.step * (dist.get_rank() + 1))))
+                run.end_epoch({"accuracy": 0.5})
+
+    for stop in range(len(loader) + 1):
+        out = args.folder / f"stop-{stop}"
+        if stop:
+            with contextlib.suppress(Stopped):
+                train(out, stop)
+        train(out, 0)
+
+
 def sockets(args: Args) -> None:
     """Stay long enough for the sockets to be looked at."""
     dist.barrier()
@@ -332,6 +363,7 @@ JOBS = {
     "stops": stops,
     "checks": checks,
     "resumes": resumes,
+    "losses_of_an_epoch": losses_of_an_epoch,
     "sockets": sockets,
     "digest": digest,
 }

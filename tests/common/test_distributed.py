@@ -356,6 +356,12 @@ def test_without_warm_buckets_three_ranks_resume_differently(programs: Programs,
     assert done.stdout.split() == ["different"] * 3
 
 
+def test_an_epochs_loss_is_that_of_all_its_steps_wherever_it_was_resumed(programs: Programs, tmp_path: Path) -> None:
+    done = programs.run(*JOBS, "losses_of_an_epoch", "--nproc", 2, "--folder", tmp_path)
+    assert re.findall(r"^epoch 1/1  (loss \S+)", done.stdout, re.MULTILINE) == ["loss 2.25"] * 5, done.stdout
+    assert re.findall(r"resumed from .* at step (\d)", done.stdout) == ["1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize("how", ["plain", "spawn", "tcp"])
 def test_one_node_listens_on_loopback_only(
     programs: Programs,
