@@ -315,7 +315,7 @@ def losses_of_an_epoch(args: Args) -> None:
         with Run(parse(MnistArgs, flags), torch.device("cpu"), data) as run:
             run.resume(model=nn.Linear(1, 1))
             run._unchecked = None  # nothing is trained
-            run._stop.agreed = lambda: signal.SIGTERM if run.state.step == last else 0  # ty: ignore[invalid-assignment]
+            run._stop.agreed = lambda: signal.SIGTERM if run.state.step == last else 0
             for _ in run.epochs(1):
                 for _ in run.steps(loader):
                     run.log(torch.tensor(float(run.state.step * (dist.get_rank() + 1))))
