@@ -51,7 +51,8 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """Become a rank and train."""
     place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, ... as torchrun sets them
     device, backend = choose_device(args.launch, local_rank)
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
+    bound = device if device.type == "cuda" else None  # nccl connects now, not in the first step
+    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience, device_id=bound)
     train(args, device)
     dist.destroy_process_group()
 

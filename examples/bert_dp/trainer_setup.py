@@ -24,7 +24,8 @@ def join(local_rank: int, place: Place) -> torch.device:
     """
     place.export(local_rank)
     device, backend = choose_device(place.flags, local_rank)
-    dist.init_process_group(backend, init_method=JOB, timeout=place.flags.patience)
+    bound = device if device.type == "cuda" else None  # nccl connects now, not in the first step
+    dist.init_process_group(backend, init_method=JOB, timeout=place.flags.patience, device_id=bound)
     logging.set_verbosity_error()  # it would warn of a process group of one process
     logging.disable_progress_bar()  # of the files of a checkpoint
     if dist.get_world_size() == 1:

@@ -43,6 +43,8 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job."""
     place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
     device, backend = choose_device(args.launch, local_rank)  # cuda and nccl, or cpu and gloo
+    # Not bound to the device: nccl would then send all messages of a group in one stream, in order,
+    # and a ring of single messages could wait for itself.
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
     train(args, device)
     dist.destroy_process_group()

@@ -51,9 +51,10 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     first, backend = choose_device(place.flags, local_rank)  # cuda and nccl, or cpu and gloo
     names, visible = device_names(args.devices, args.launch), torch.cuda.device_count()
     devices = choose_devices(names, first.type, visible, place.worker(local_rank))
-    if first.type == "cuda":
-        torch.cuda.set_device(devices[0])  # collectives that name no device go there
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
+    bound = devices[0] if first.type == "cuda" else None
+    if bound:
+        torch.cuda.set_device(bound)  # collectives that name no device go there
+    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience, device_id=bound)
     train(args, devices)
     dist.destroy_process_group()
 

@@ -57,6 +57,8 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     # CUDA has 8 hardware queues by default, and each receive that was posted early waits in one.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device, backend = choose_device(args.launch, local_rank)
+    # Not bound to the device: nccl would then send all messages of a group in one stream, in order,
+    # and stages that send and receive at once could wait for each other.
     dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
     train(args, device)
     dist.destroy_process_group()

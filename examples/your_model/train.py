@@ -85,7 +85,8 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of the job."""
     place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
     device, backend = choose_device(args.launch, local_rank)  # cuda and nccl, or cpu and gloo
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
+    bound = device if device.type == "cuda" else None  # nccl connects now, not in the first step
+    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience, device_id=bound)
     train(args, device)
     dist.destroy_process_group()
 

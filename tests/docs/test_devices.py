@@ -163,6 +163,34 @@ def decide(given: Command, devices: int, monkeypatch: pytest.MonkeyPatch) -> Non
             choose_devices(device_names(args.devices, args.launch), chosen.type, devices, here)
 
 
+@pytest.mark.parametrize("devices", [0, 2])
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*/__main__.py")), ids=lambda path: path.parent.name)
+def test_ranks_are_bound_to_their_device_unless_they_send_single_messages(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: Path, devices: int
+) -> None:
+    """With nccl, single messages of a bound group share one stream: a ring of them could wait for itself."""
+    name = path.parent.name
+    machine(devices, NEW)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # this and the next are changed by `export`
+    monkeypatch.setattr(place, "_current", None)
+    train = importlib.import_module(f"examples.{name}.train")
+    args = parse(importlib.import_module(f"examples.{name}.args").Args, ["--out", str(tmp_path)])
+    here = resolve(args.launch, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                                 "MASTER_ADDR": "127.0.0.1"}, lambda: devices)  # fmt: skip
+    given: dict[str, Any] = {}
+
+    def init_process_group(backend: str, **words: Any) -> None:
+        given.update(words, backend=backend)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    with pytest.raises(KeyboardInterrupt):
+        train.main_worker.__wrapped__(1, here, args)
+    single = name in {"manual_allreduce_sgd", "resnet_pipeline"}
+    assert given["backend"] == ("cpu:gloo,cuda:nccl" if devices else "gloo")
+    assert given.get("device_id") == (torch.device("cuda", 1) if devices and not single else None)
+
+
 @pytest.mark.parametrize(("devices", "chosen"), [(0, "cpu cpu"), (1, "cuda:0 cuda:0"), (8, "cuda:0 cuda:1")])
 def test_two_halves_of_a_model_take_what_is_there(
     machine: Any, monkeypatch: pytest.MonkeyPatch, devices: int, chosen: str
