@@ -1,1 +1,1 @@
-"""nn.DataParallel and its eight steps by hand: one process, several devices."""
+"""The eight steps of nn.DataParallel by hand: one process, several devices."""
