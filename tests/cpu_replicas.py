@@ -1,4 +1,4 @@
-"""`nn.DataParallel` with several replicas on one CPU, where torch's own is the bare module and does not say so.
+"""torch's `nn.DataParallel` with several replicas on one CPU, where it is the bare module and does not say so.
 
 Constructor, chunks and threads are written here, because torch's need an accelerator. `forward` and the making of
 replicas are torch's: replicas without parameters of their own, whose gradients autograd adds up in the model.
@@ -20,19 +20,17 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[int], detach: bool = Fal
 
 
 class OnCpus(nn.DataParallel):
-    """DataParallel over as many "devices" as there are numbers, all of them the CPU; `chunks` says what each got."""
+    """DataParallel over as many "devices" as there are numbers, all of them the CPU."""
 
     def __init__(self, module: nn.Module, device_ids: Sequence[int]) -> None:
         nn.Module.__init__(self)
         self.module, self.device_ids, self.output_device, self.dim = module, list(device_ids), device_ids[0], 0
         self.src_device_obj = torch.device("cpu")
-        self.chunks: list[list[int]] = []
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
         """Chunks as torch cuts them: of 5 samples 2 devices get 3 and 2."""
         assert not kwargs
         cut = list(zip(*(each.chunk(len(device_ids)) for each in inputs), strict=True))
-        self.chunks.append([len(first) for first, *_ in cut])
         return cut, [{}] * len(cut)
 
     def replicate(self, module: Any, device_ids: Sequence[Any]) -> Any:
@@ -54,19 +52,3 @@ class OnCpus(nn.DataParallel):
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """The replicas' outputs, one after the other."""
         return torch.cat(list(outputs))
-
-
-class Telling(OnCpus):
-    """Prints the chunks of each step of the training."""
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """As above."""
-        found = super().scatter(inputs, kwargs, device_ids)
-        if torch.is_grad_enabled():
-            print(f"trained on chunks of {self.chunks[-1]}", flush=True)
-        return found
-
-
-def install() -> None:
-    """Have a program use it in place of torch's."""
-    setattr(nn, "DataParallel", Telling)  # noqa: B010 - to assign it is a type error

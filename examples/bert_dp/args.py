@@ -118,6 +118,9 @@ class Args:
     """The scores of the stock BERT, up to rounding, with less arithmetic (fast_bert.py)."""
     mask: Annotated[float, arg(metavar="SHARE")] = 0.0
     """Word dropout: share of the tokens that training replaces by [MASK], others each time."""
+    replicas: Annotated[int, arg(metavar="N")] = 1
+    """On a CPU: replicas of the model in threads, as DataParallel has them on CUDA devices. With
+    dropout, two such runs differ: threads draw in no order."""
     log_step: Annotated[int, arg(aliases=["--log-interval"], metavar="STEPS"), MAY_CHANGE] = 100
     """Steps between lines of the log."""
     seed: int = 0
@@ -135,7 +138,7 @@ class Args:
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, log_step=self.log_step)
-        at_least(1, checkpoint_every=self.checkpoint_every)
+        at_least(1, checkpoint_every=self.checkpoint_every, replicas=self.replicas)
         at_least(0, seed=self.seed)
         share(mask=self.mask)
         refuse_image_flags(self.amp)

@@ -1,6 +1,6 @@
 """BERT as training needs it: token numbers in, class scores or the sum of their losses out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.bert.modeling_bert import BertForSequenceClassification
 
+from common.launch.errors import UserError
 from common.launch.flags import Launch
 from common.launch.place import current
 from examples.bert_dp.tokens import PAD
@@ -64,18 +65,36 @@ class Classifier(nn.Module):
         return scores
 
 
-def local_devices(flags: Launch, device: torch.device) -> list[int]:
-    """The CUDA devices of this process: all visible ones, if it is alone on its node.
+def local_devices(flags: Launch, device: torch.device, replicas: int = 1) -> list[torch.device]:
+    """The devices of this process: all visible CUDA devices, if it is alone on its node.
 
     Args:
         flags: `--gpu`.
         device: of this rank.
+        replicas: on a CPU.
 
     Returns:
-        Their numbers; on a CPU, which is one device, none.
+        The CPU as often as there are replicas of the model; none if there is one.
+
+    Raises:
+        UserError: several replicas are for a CPU.
     """
     if device.type != "cuda":
-        return []
+        return [device] * replicas if replicas > 1 else []
+    if replicas > 1:
+        raise UserError(
+            f"--replicas {replicas} is for a CPU: on CUDA devices there is one replica on each; "
+            f"CUDA_VISIBLE_DEVICES chooses them, --device cpu leaves them"
+        )
     if current().local_world_size == 1 and flags.gpu is None:
-        return list(range(torch.cuda.device_count()))
-    return [device.index or 0]
+        return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    return [device]
+
+
+def in_words(devices: Sequence[torch.device], batch_size: int) -> str:
+    """Which devices share a process's part of a batch, and in which chunks."""
+    if not devices:
+        return "no DataParallel: one device"
+    chunks = ", ".join(str(len(chunk)) for chunk in torch.arange(batch_size).chunk(len(devices)))
+    used = f"DataParallel over {', '.join(map(str, devices))}"
+    return used if len(devices) == 1 else f"{used}: chunks of {chunks} reviews"

@@ -5,6 +5,7 @@
     python -m examples.bert_dp --csv FILE --vocab vocab.txt           # a real BERT's vocabulary
     python -m examples.bert_dp --csv FILE --model bert-base-chinese   # fine-tune a local folder
     CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp               # DataParallel over these two
+    python -m examples.bert_dp --replicas 2                           # DataParallel on a CPU
     torchrun --nproc-per-node 2 -m examples.bert_dp                   # one device per process
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
                                                       # DataParallel in each of two nodes
@@ -30,9 +31,10 @@ from common.launch.record import record
 from common.launch.rendezvous import JOB
 from common.launch.spawn import launch
 from common.train.evaluate import evaluate
+from common.train.replicas import Replicas
 from common.train.run import Run
 from examples.bert_dp.args import Args
-from examples.bert_dp.classifier import Classifier, local_devices
+from examples.bert_dp.classifier import Classifier, in_words, local_devices
 from examples.bert_dp.data import load_data
 from examples.bert_dp.fast_bert import FastClassifier
 from examples.bert_dp.model import save
@@ -70,10 +72,10 @@ def train(args: Args, device: torch.device) -> None:
         kind = FastClassifier if args.fast else Classifier
         mask = (args.mask, data.tokenizer.mask_token_id)
         model = run.prepare(kind(data.bert, run.autocast, *mask))
-        devices = local_devices(args.launch, device)
-        parallel = nn.DataParallel(model, devices) if devices else model
-        used = ", ".join(f"cuda:{number}" for number in devices)
-        run.print0(f"DataParallel over {used}" if devices else "no DataParallel: one device")
+        devices = local_devices(args.launch, device, args.replicas)
+        run.print0(in_words(devices, args.batch_size // world_size))
+        wrap = nn.DataParallel if device.type == "cuda" else Replicas  # torch's needs CUDA
+        parallel = wrap(model, devices) if devices else model
 
         sampler = LengthSampler(data.train.lengths, args.batch_size, args.seed)
         loader = DataLoader(

@@ -12,25 +12,30 @@ of the backward that autograd derives from them:
     7 reduce                sum        <--  <--  <--        of the gradients of all parameters
     8 optimizer.step()      the model is updated, on the first device
 
-Here nothing between devices is left to autograd: every copy is written in this file, and both
-passes run in one thread per device. (Autograd alone would run the backward of all CPU replicas in
-one thread.)
+Here nothing between devices is left to autograd: every copy is written in
+common/train/replicas.py, and both passes run in one thread per device. (Autograd alone would run
+the backward of all CPU replicas in one thread.)
 
 A "device" may also be the CPU, any number of times: each replica is then a copy of the model, with
 its own thread.
 """
 
-import copy
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from common.train.amp import MixedPrecision
+from common.train.replicas import (
+    Replicas,
+    gather_outputs,
+    reduce_gradients,
+    replicate,
+    scatter_batch,
+    scatter_gradient,
+)
 from examples.mnist_dataparallel.explain import Explanation
 
 Result = TypeVar("Result")
@@ -66,65 +71,6 @@ class Net(nn.Module):
         return self.criterion(logits.float(), labels).unsqueeze(0)
 
 
-def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Cut a batch [N, ...] into chunks of ceil(N / devices) and send each to its device.
-
-    5 samples on 4 devices are 2, 2, 1: there can be fewer chunks than devices. An empty batch is
-    one empty chunk: the first device still takes part.
-    """
-    chunks = [chunk for chunk in batch.chunk(len(devices)) if len(chunk)] or [batch]
-    return [
-        chunk.to(device, non_blocking=True) for chunk, device in zip(chunks, devices, strict=False)
-    ]
-
-
-@torch.no_grad()
-def replicate(replicas: Sequence[nn.Module]) -> None:
-    """Copy parameters and buffers of the first replica, which is the model itself, to the others.
-
-    What a forward changed in a copy, like BatchNorm's statistics, is overwritten: only those of the
-    first chunk stay.
-    """
-    source = [*replicas[0].parameters(), *replicas[0].buffers()]
-    for replica in replicas[1:]:
-        replica.train(replicas[0].training)
-        target = [*replica.parameters(), *replica.buffers()]
-        torch._foreach_copy_(target, source, non_blocking=True)
-
-
-def gather(outputs: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The replicas' outputs [n, ...] as one tensor [N, ...] on one device.
-
-    `scatter_gradient` is the way back.
-    """
-    return torch.cat([output.detach().to(device, non_blocking=True) for output in outputs])
-
-
-def scatter_gradient(gradient: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Cut the gradient of the gathered outputs, and send each device the part of its own output."""
-    parts = gradient.split([len(output) for output in outputs])
-    return [
-        part.to(output.device, non_blocking=True)
-        for part, output in zip(parts, outputs, strict=True)
-    ]
-
-
-@torch.no_grad()
-def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
-    """Add the gradients of all replicas to those of the first, and drop them elsewhere.
-
-    The order is always the same, so the sums are, bit for bit.
-    """
-    for parameter, *copies in zip(*(replica.parameters() for replica in replicas), strict=True):
-        for each in copies:
-            if each.grad is not None:  # None: not used in this forward
-                gradient = each.grad.to(parameter.device, non_blocking=True)
-                parameter.grad = (
-                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                )
-                each.grad = None
-
-
 class EightSteps:
     """A model that trains on several devices at once, in one process.
 
@@ -149,19 +95,9 @@ class EightSteps:
     ) -> None:
         self.devices, self.loss_inside = devices, loss_inside
         self.explanation = explanation or Explanation()
-        for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
-            if tensor.device != devices[0]:
-                raise RuntimeError(
-                    f"{name} lies on {tensor.device}; the model belongs on the first of {devices}"
-                )
-        # The copies are made as Python objects once (torch makes them in every forward); step 3
-        # only fills them.
-        self.replicas = [net, *(copy.deepcopy(net).to(device) for device in devices[1:])]
+        self.net, self.parallel = net, Replicas(net, devices)
         self.samples = [0] * len(devices)
         """Samples that each device has trained on."""
-        # The replicas on a CPU share its cores; this thread keeps all of them, for the evaluation.
-        share = max(1, torch.get_num_threads() // len(devices))
-        self._threads = ThreadPoolExecutor(len(devices), "replica", torch.set_num_threads, (share,))
 
     def gradients(self, images: Tensor, labels: Tensor, scale: float) -> Tensor:
         """Add the gradients of `scale` times the sum of the losses to the model's: steps 1 to 7.
@@ -174,16 +110,16 @@ class EightSteps:
         Returns:
             `scale` times the sum of the losses, a scalar without gradient.
         """
-        net, first, did = self.replicas[0], self.devices[0], self.explanation.did
+        net, first, did = self.net, self.devices[0], self.explanation.did
         images, labels = net.amp.to_device(images), labels.to(first, non_blocking=True)
         did(1, "the batch goes to the first device", images, labels)
 
-        inputs, targets = scatter(images, self.devices), scatter(labels, self.devices)
+        inputs, targets = scatter_batch(images, self.devices), scatter_batch(labels, self.devices)
         for number, chunk in enumerate(inputs):
             self.samples[number] += len(chunk)
         did(2, "it is cut, a chunk for each device", *inputs)
 
-        replicas = self.replicas[: len(inputs)]
+        replicas = self.parallel.replicas[: len(inputs)]
         replicate(replicas)
         did(3, "the model is copied to the others", *(parameters(r) for r in replicas[1:]))
 
@@ -194,7 +130,7 @@ class EightSteps:
         outputs = self._in_parallel(forward, len(inputs))  # [n, classes] each, or [1] (loss inside)
         did(4, "forward, one thread per device", *outputs)
 
-        gathered = gather(outputs, first).requires_grad_()  # [N, classes], or [chunks]
+        gathered = gather_outputs(outputs, first).requires_grad_()  # [N, classes], or [chunks]
         loss = scale * (gathered.sum() if self.loss_inside else net.criterion(gathered, labels))
         did(5, "outputs are gathered, the loss computed", gathered, loss)
 
@@ -213,21 +149,15 @@ class EightSteps:
         return loss.detach()
 
     def _in_parallel(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """Do the work for each replica, on its device and in its thread; one needs no thread."""
+        """Do the work for each replica, on its device and in its thread, and watch it."""
 
-        def on_device(number: int) -> Result:
-            device = self.devices[number]
+        def watched(number: int) -> Result:
             started = time.perf_counter()
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                result = work(number)
+            result = work(number)
             self.explanation.worked(number, started)
             return result
 
-        if count == 1:
-            return [on_device(0)]
-        tasks = [self._threads.submit(on_device, number) for number in range(count)]
-        wait(tasks)
-        return [task.result() for task in tasks]
+        return self.parallel.each(count, watched)
 
 
 def parameters(module: nn.Module) -> Tensor:

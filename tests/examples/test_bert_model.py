@@ -1,9 +1,9 @@
 """bert_dp's model: the scores of the stock one and of the fast one, and several replicas on a CPU."""
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ from torch import nn
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertForSequenceClassification
 
+from common.train.replicas import Replicas
 from examples.bert_dp.classifier import Classifier
 from examples.bert_dp.fast_bert import FastClassifier, attend_by_products, attend_fused
 from examples.bert_dp.reviews import ID2LABEL
-from tests.conftest import ROOT, Programs
+from tests.conftest import Programs
 from tests.cpu_replicas import OnCpus
 from tests.examples.bert_jobs import (
     FP32,
@@ -126,17 +127,22 @@ def test_sums_are_right_for_unequal_chunks_and_means_are_not(kind: type[Classifi
     assert abs(means - whole).item() > 1e-4
 
 
+@pytest.mark.parametrize("wrap", [OnCpus, Replicas])
 @pytest.mark.parametrize("kind", [Classifier, FastClassifier])
 @pytest.mark.parametrize("labels", [[0, 1, 1, 0, 1], [0, 1, 1, -100, -100]], ids=["labels", "padding"])
-def test_two_replicas_equal_one_device(kind: type[Classifier], labels: list[int]) -> None:
+def test_two_replicas_equal_one_device(kind: type[Classifier], labels: list[int], wrap: Any) -> None:
     """5 reviews are 3 and 2: loss and gradients of the model itself, also where a replica has nothing but padding."""
     ids, targets = odd_batch(5)[:5], torch.tensor(labels)
     one, model = shipped()[0], kind(shipped()[0])
+    shares = []
+    model.register_forward_hook(lambda _, given, __: shares.append(len(given[0])))  # the copies have it, too
+    parallel = wrap(model, [0, 1] if wrap is OnCpus else [torch.device("cpu")] * 2)
+    for each in (one, model.bert):  # an optimizer's step: the copies have to follow
+        each.classifier.weight.data.mul_(2)
     loss = one(ids, (ids != 0).long(), labels=targets).loss
     loss.backward()
-    parallel = OnCpus(model, [0, 1])
     sums = parallel(ids, targets)  # [2]
-    assert (sums.shape, parallel.chunks) == ((2,), [[3, 2]])
+    assert (sums.shape, sorted(shares)) == ((2,), [2, 3])
     found = sums.sum() / (targets >= 0).sum()
     found.backward()
     torch.testing.assert_close(found, loss)
@@ -146,7 +152,7 @@ def test_two_replicas_equal_one_device(kind: type[Classifier], labels: list[int]
         {name: parameter.grad for name, parameter in model.bert.named_parameters()}, gradients, rtol=1e-4, atol=1e-6
     )
     with torch.inference_mode():
-        torch.testing.assert_close(parallel(ids), one(ids, (ids != 0).long()).logits)
+        torch.testing.assert_close(parallel(ids.clone()), one(ids, (ids != 0).long()).logits)
         assert parallel(ids[:1]).shape == (1, 2), "fewer reviews than devices"
 
 
@@ -171,18 +177,11 @@ def test_the_program_on_two_replicas(
     programs: Programs, tmp_path: Path, fives: Path, means: bool, flags: tuple[str, ...]
 ) -> None:
     """Two replicas train as one device does; not so with the mean of the replicas' means."""
-    path = "examples/bert_dp/classifier.py"
-    changed = mutated(
-        tmp_path / "changed",
-        (path, "import torch\n", "import cpu_replicas\nimport torch\n"),
-        (path, "class Classifier(", "cpu_replicas.install()\n\n\nclass Classifier("),
-        (path, "        return []\n", "        return [0, 1]\n"),
-        *((f"examples/bert_dp/{file}.py", old, new) for old, new, file in MEANS if means),
-    )
-    shutil.copy(ROOT / "tests" / "cpu_replicas.py", changed)
+    changes = ((f"examples/bert_dp/{file}.py", old, new) for old, new, file in MEANS if means)
     out = tmp_path / "out"
-    done = programs.run(*TRAIN, *FIVES, *flags, "--out", out, cwd=changed)
-    assert re.findall(r"trained on chunks of (.*)", done.stdout) == ["[3, 2]"] * 56 + ["[2, 2]"]
+    run = (*TRAIN, *FIVES, "--replicas", 2, *flags, "--out", out)
+    done = programs.run(*run, cwd=mutated(tmp_path / "changed", *changes))
+    assert re.findall(r"^DataParallel over (.*)$", done.stdout, re.MULTILINE) == ["cpu, cpu: chunks of 3, 2 reviews"]
     found, expected = losses(out), losses(fives)
     if means:
         assert largest_difference(found, expected) > 5e-3

@@ -37,6 +37,7 @@ WHOLE = {  # files that need nothing but torch
     "common.data.models": "models",
     "common.data.samplers": "samplers",
     "common.launch.messages": "messages",
+    "common.train.replicas": "replicas",
 }
 
 

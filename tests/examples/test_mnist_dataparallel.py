@@ -26,9 +26,10 @@ from common.launch.resolve import resolve
 from common.train.amp import MixedPrecision
 from common.train.evaluate import classification_metrics
 from common.train.precision import Precision
+from common.train.replicas import scatter_batch
 from examples.mnist_dataparallel.args import device_names
 from examples.mnist_dataparallel.devices import choose_devices, with_cpu_named
-from examples.mnist_dataparallel.eight_steps import EightSteps, Net, scatter
+from examples.mnist_dataparallel.eight_steps import EightSteps, Net
 from examples.mnist_dataparallel.engines import TorchDataParallel, choose_engine
 from tests.conftest import Programs
 from tests.examples.test_mnist_ddp_spawn import plain_loop
@@ -85,7 +86,7 @@ def test_any_number_of_replicas_equals_one_device(samples: int, devices: int, in
 def test_chunks_are_those_of_torch() -> None:
     """5 samples on 4 devices are 2, 2, 1: the mean of the chunks' means is not the mean of the batch."""
     images, labels = batch(5)
-    chunks = scatter(images, [CPU] * 4)
+    chunks = scatter_batch(images, [CPU] * 4)
     assert [len(chunk) for chunk in chunks] == [2, 2, 1]
     logits = net().model(images)
     means = [F.cross_entropy(logits[a:b], labels[a:b]) for a, b in ((0, 2), (2, 4), (4, 5))]
