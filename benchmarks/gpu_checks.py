@@ -7,12 +7,12 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 import torch
@@ -63,21 +63,21 @@ class Machine:
         """Whether this only shows that the checks work: one of each kind is enough."""
         return self.device == "cpu"
 
-    def start(self, label: str, *words: str) -> subprocess.Popen[str]:
+    def start(self, label: str, *words: str) -> Popen[str]:
         """Start `python -m WORDS` in a session of its own; its output goes to LABEL.txt."""
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / f"{label}.txt").open("w") as said:
-            return subprocess.Popen(
+            return Popen(
                 [sys.executable, "-m", *words],
                 env=environment,
                 stdout=said,
-                stderr=subprocess.STDOUT,
+                stderr=STDOUT,
                 start_new_session=True,
                 text=True,
             )
 
-    def finish(self, label: str, process: subprocess.Popen[str], code: int = 0) -> str:
+    def finish(self, label: str, process: Popen[str], code: int = 0) -> str:
         """Wait for a program.
 
         Returns:
@@ -90,7 +90,7 @@ class Machine:
         patience = max(0.0, min(patience, self.deadline - time.monotonic()))
         try:
             ended = process.wait(patience)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise Failed(f"{label}: not done within {patience:.0f} s") from None

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.machine import here
-from tests.warm import MARK, WAITING, name_of
+from tests.machine import here, one_core_each
+from tests.warm import MARK, THREADS, name_of
 
+one_core_each()
 ROOT = Path(__file__).parent.parent
 
 
@@ -62,7 +63,7 @@ class Programs:
         It is forked from a process that has imported torch (see `tests/warm.py`), unless `cold` or `env` forbid it.
         """
         kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START")
-        kept = (*kept, "PYTHONPATH", "LD_LIBRARY_PATH", *WAITING)  # a GPU machine's own wheels and driver
+        kept = (*kept, "PYTHONPATH", "LD_LIBRARY_PATH", *THREADS)  # a GPU machine's own wheels and driver
         clean = {name: os.environ[name] for name in kept if name in os.environ}
         program = subprocess.Popen
         assert warm.SPACE not in (env or {}) or warm.possible([*map(str, words)], env or {}), "nobody would enter it"

@@ -17,6 +17,17 @@ def _measured() -> float:
     return (time.monotonic() - started) / LOOP
 
 
+def one_core_each() -> None:
+    """Where each test at a time has less than two cores, programs get a thread each, as two processes on two cores do.
+
+    oneDNN's threads spin while they wait for each other: with more threads than cores, a training of 10 CPU seconds
+    takes up to 90. Call this before torch is imported.
+    """
+    at_a_time = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if len(os.sched_getaffinity(0)) < 2 * at_a_time:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def here(seconds: float) -> float:
     """What `seconds` on a quiet machine can become: by a measurement once per session, and by the load right now."""
     load_per_core = os.getloadavg()[0] / len(os.sched_getaffinity(0))

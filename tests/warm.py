@@ -2,8 +2,8 @@
 
 Importing the libraries costs 5 to 8 seconds of a core, and the tests start several hundred programs. A warm program is
 a process like any other, with a session, pipes and an exit code of its own, a child of whoever started it; it imports
-the project's modules itself, from its own folder. Two kinds of processes that programs start are warm as well: the
-server from which `multiprocessing` forks workers, and the workers of torchrun.
+the project's modules itself, from its own folder. Processes that programs start are warm as well: the server from
+which `multiprocessing` forks workers, the workers of torchrun, and the programs that `benchmarks.gpu` compares.
 
 What warm programs do not show is what they import and in which order: that is what the documented commands are for,
 which the tests start from nothing, like every program with `cold=True` or a variable that libraries read when imported.
@@ -39,7 +39,11 @@ LIBRARIES = (
 ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 COLD = "DDP_TEST_COLD"  # set to 1, it switches all of this off
-WAITING = ("OMP_WAIT_POLICY",)  # how threads wait for work: it says nothing about what they compute, and is passed on
+THREADS = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")  # how they wait for work, and how many: passed on to all programs
+STARTERS = {  # programs that start programs, and the module whose `Popen` does it
+    "torch.distributed.run": "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    "benchmarks.gpu": "benchmarks.gpu_checks",
+}
 SPACE = "DDP_TEST_NETNS"  # the network namespace that a program enters
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
@@ -101,7 +105,7 @@ def start() -> None:
     """Start a server for this process; it ends when this process does."""
     if Warm.server is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {k: v for k, v in os.environ.items() if k in WAITING or not k.startswith(READ_AT_IMPORT)}
+        env = {k: v for k, v in os.environ.items() if k in THREADS or not k.startswith(READ_AT_IMPORT)}
         Warm.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *ALSO],
             pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
@@ -160,8 +164,8 @@ def become(request: Request) -> NoReturn:
     sys.argv = words if kind == "script" else [kind, *words[2:]]
     importlib.invalidate_caches()
     util.spawnv_passfds = spawnv_passfds  # ty: ignore[invalid-assignment]
-    if what == "torch.distributed.run":
-        warm_workers()
+    if what in STARTERS:
+        warm_children(STARTERS[what])
     if kind == "-m":
         run_and_end(lambda: runpy._run_module_as_main(what))  # ty: ignore[missing-attribute]
     if kind == "-c":
@@ -228,19 +232,17 @@ def run_and_end(program: Callable[[], object]) -> NoReturn:
     os._exit(code)  # taking down the interpreter would print what Triton's bindings leak
 
 
-def warm_workers() -> None:
-    """Give torchrun's agent, which this process becomes, a server of its own for its workers."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
+def warm_children(starter: str) -> None:
+    """Give the program that this process becomes a server of its own for those that it starts."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
-        for signum in (signal.SIGINT, signal.SIGTERM):  # what is sent to the agent's session is not for it
+        for signum in (signal.SIGINT, signal.SIGTERM):  # what is sent to the program's session is not for it
             signal.signal(signum, signal.SIG_IGN)
         become(serve(theirs))
     theirs.close()
     Warm.connect(ours)
-    subprocess_handler.Popen = Warm  # ty: ignore[invalid-assignment]
+    vars(importlib.import_module(starter))["Popen"] = Warm
 
 
 def draw_once() -> None:

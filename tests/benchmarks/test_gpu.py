@@ -11,7 +11,10 @@ from benchmarks.gpu import Args, correctness, one_by_one, ranks
 from benchmarks.gpu_checks import TRAININGS, Check, Failed, Machine, same_bits, same_losses
 from benchmarks.gpu_speed import WAIT, Places, speed
 from common.launch.errors import UserError
+from tests import warm
 from tests.conftest import ROOT, Programs
+
+warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
 
 
 def test_every_part_works_on_the_cpu(programs: Programs, tmp_path: Path) -> None:

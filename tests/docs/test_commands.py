@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
 from tests.machine import here
-from tests.warm import WAITING
+from tests.warm import THREADS
 
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
 ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
@@ -71,12 +71,12 @@ def test_commands_run(
 ) -> None:
     script = "set -e\n" + code.replace("29500", str(free_port))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    waiting = {name: os.environ[name] for name in WAITING if name in os.environ}
+    threads = {name: os.environ[name] for name in THREADS if name in os.environ}
     done = subprocess.run(
         [shutil.which("bash") or "bash", "-c", script],
         cwd=tmp_path,
         env={"PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "DDP_TEST_RUN": programs.token}
-        | {"MPLCONFIGDIR": str(fonts), **waiting},
+        | {"MPLCONFIGDIR": str(fonts), **threads},
         capture_output=True,
         text=True,
         timeout=here(400),
