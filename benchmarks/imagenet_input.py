@@ -151,6 +151,36 @@ def measure_input(train: Path, ours: bool, normalised: bool, cache: Path | None)
     }
 
 
+def measure_workers(train: Path, ours: bool, cache: Path | None, workers: int) -> dict[str, Any]:
+    """Load all images `PASSES` times by loader processes, all cores in use.
+
+    The clock starts after a first pass, and stops before the end: what the workers have prepared in
+    advance is as much then as at the start.
+
+    Args:
+        train: the folder of classes.
+        ours: our dataset, in bytes; otherwise the peer's.
+        cache: as in `measure_input`.
+        workers: loader processes.
+    """
+    dataset = open_dataset(train, ours, cache)
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
+    once: Any = [part.tolist() for part in order[: len(order) // BATCH * BATCH].split(BATCH)]
+    keys = once * (1 + PASSES + -(-2 * workers // len(once)))  # a worker prepares two in advance
+    if ours:
+        keys = [[(place, index) for index in part] for place, part in enumerate(keys)]
+    collate = _as_it_is if ours else None
+    loader = DataLoader(dataset, batch_sampler=keys, num_workers=workers, collate_fn=collate)
+    batches = iter(loader)
+    for _ in once:
+        next(batches)
+    started = time.perf_counter()
+    for _ in range(PASSES * len(once)):
+        next(batches)
+    wall, seen = time.perf_counter() - started, PASSES * len(once) * BATCH
+    return {"images_per_second": seen / wall, "images": seen, "wall_seconds": wall}
+
+
 def _as_it_is(batch: Any) -> Any:
     return batch
 

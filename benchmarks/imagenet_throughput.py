@@ -10,7 +10,7 @@ folders of links.
   pass over all images that is not counted. Every measurement is a process of its own. The peer's
   transforms end in normalised float32. Ours deliver bytes, which are normalised later per batch on
   the device: `uint8` is without that, `normalised` with it on the CPU. All see the same images in
-  the same order.
+  the same order. Then per second, by 1, 2, 4 and 8 loader processes on all cores.
 * training: ResNet-18, batch 32, 1,000 classes, all cores, no GPU. Both programs log every step; the
   time between the lines of two steps counts, after two steps for the start. They are ended then.
 * gpu: the same with ResNet-50 and batch 256 on one GPU, over ten times as many steps, after 20, and
@@ -41,6 +41,7 @@ from common.launch.flags import at_least
 
 PEER, MAIN = "pytorch/examples imagenet", "imagenet/main.py"
 CLASSES = 1000
+WORKERS = (1, 2, 4, 8)
 RESNET50_FLOP = 3 * 4.09e9 * 2  # per image of 224 px, forward and backward; a multiply-add is two
 STEP = re.compile(r"(?:epoch \d+/\d+, step |Epoch: \[\d+\]\[ *)(\d+)/")
 Found = Mapping[str, Any]
@@ -168,7 +169,16 @@ def input_part(args: Args, folder: Path) -> Found:
     measure = partial(in_new_process, imagenet_input.measure_input, train)
     programs = {name: (what, partial(measure, *how)) for name, (what, *how) in variants.items()}
     about = {"images": describe_images(chosen), "cache": built}
-    return about | dict(summarise(programs, args.rounds))
+    by_workers: dict[str, Found] = {}
+    loading = partial(in_new_process, imagenet_input.measure_workers, train)
+    for workers in WORKERS:
+        ways = {
+            name: (what, partial(loading, ours, store, workers))
+            for name, (what, ours, normalised, store) in variants.items()
+            if not normalised
+        }
+        by_workers[str(workers)] = summarise(ways, args.rounds)
+    return about | dict(summarise(programs, args.rounds)) | {"workers": by_workers}
 
 
 def training_part(args: Args, folder: Path) -> Found:

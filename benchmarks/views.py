@@ -93,7 +93,21 @@ def imagenet_throughput(found: Found) -> Pictures:
         message = against(found[part], name)
         title = f"{subject}{', ' * bool(message)}{message}"
         bars.append(peer_bars(title, unit, found[part], speeds))
-    return {"imagenet_throughput": bars}
+    by_workers = found.get("input", {}).get("workers", {})
+    return {"imagenet_throughput": [*bars, *loader_processes(by_workers)]}
+
+
+def loader_processes(found: Found) -> Iterator[Lines]:
+    """Images per second by several loader processes on all cores, if that was measured."""
+    if found:
+        ratios = [of["medians"]["ours, uint8"]["peer_ratio"] for of in found.values()]
+        title = f"1 to 8 loader processes: {min(ratios):.3g} to {max(ratios):.3g} times as fast"
+        rows = {
+            workers: {name: each["images_per_second"] for name, each in of["medians"].items()}
+            for workers, of in found.items()
+        }
+        ticks = [int(workers) for workers in found]
+        yield Lines(title, "loader processes", "images/s", lines(rows), ticks, True)
 
 
 def allreduce(found: Found) -> Pictures:

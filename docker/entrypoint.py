@@ -50,7 +50,10 @@ def main(argv: list[str], env: Env) -> int:
     if not words or words[0].startswith("-"):
         if "PROGRAM" not in env:
             return _complain("no command: give one after --", 2)
-        words = [sys.executable, "-m", env["PROGRAM"], *words]
+        program, *defaults = env["PROGRAM"].split()
+        if any(word.split("=")[0] == "--gpu" for word in words):  # one process, on that device
+            defaults = []
+        words = [sys.executable, "-m", program, *defaults, *words]
     return Supervisor(words, env, args.grace, args.stuck).run()
 
 

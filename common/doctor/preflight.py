@@ -22,6 +22,7 @@ from common.doctor.job import TOGETHER
 from common.doctor.machine import ALONE
 from common.launch.collectives import broadcast_object, gather_objects
 from common.launch.device import choose_device
+from common.launch.errors import UserError
 from common.launch.place import Place
 from common.launch.record import record
 from common.launch.rendezvous import JOB
@@ -38,18 +39,18 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """Examine one process by itself, then all of them together."""
     place.export(local_rank)
     device, backend = choose_device(args.launch, local_rank)
-    here, broken = Here(args, place, device, backend), ""
+    here = Here(args, place, device, backend)
+    mine = examine(ALONE, here)  # first: the ranks may not meet
     try:
         dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
-    except (RuntimeError, ValueError) as error:
-        broken = first_line(error)
-    mine = examine(ALONE, here)
-    if broken:  # what this process knows is all that can be said
-        remedy = "see the findings above, the host name and the interfaces first"
-        show([[*mine, Finding("process group", "error", broken, remedy)]], here)
+    except (UserError, RuntimeError, ValueError) as error:
+        if local_rank == 0:  # what this node knows is all that can be said
+            remedy = "see the findings above, the host name and the interfaces first"
+            mine.append(Finding("process group", "error", first_line(error), remedy))
+            show({place.worker(local_rank).rank: mine}, here)
         sys.exit(1)
     everybody = gather_objects(mine + examine(TOGETHER, here))
-    healthy = broadcast_object(lambda: show(everybody, here))
+    healthy = broadcast_object(lambda: show(dict(enumerate(everybody)), here))
     dist.destroy_process_group()
     if not healthy:
         sys.exit(1)
@@ -72,10 +73,18 @@ def first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def show(everybody: list[list[Finding]], here: Here) -> bool:
-    """Print the findings, equal ones of several ranks once; false if one of them is an error."""
+def show(everybody: Mapping[int, list[Finding]], here: Here) -> bool:
+    """Print the findings, equal ones of several ranks once.
+
+    Args:
+        everybody: the findings of each rank.
+        here: this process.
+
+    Returns:
+        Whether none of them is an error.
+    """
     merged: dict[Finding, list[int]] = {}
-    for rank, findings in enumerate(everybody):
+    for rank, findings in everybody.items():
         for finding in findings:
             merged.setdefault(finding, []).append(rank)
     size = here.place.world_size

@@ -10,8 +10,11 @@ from typing import Any
 from common.launch.errors import UserError
 from common.launch.usage import Flag, flags_of
 
-# Of a run that is repeated: where it went, and how it was started, are not what it was.
+# Of a run that is repeated: where it went, and by whom it was started on which machine, are not
+# what it was.
 NOT_REPEATED = ("out", "resume", "config", "save_config")
+STARTED = ("nproc", "multiprocessing_distributed", "world_size", "rank", "dist_url", "gpu")
+STARTED += ("device", "no_accel", "dist_backend")
 
 
 def config_file(words: Sequence[str]) -> Path | None:
@@ -37,7 +40,7 @@ def config_words(cls: type, file: Path) -> list[str]:
     values = _read(file)
     if isinstance(values.get("arguments"), dict):
         repeated = values["arguments"].items()
-        values = {name: value for name, value in repeated if name not in NOT_REPEATED}
+        values = {name: value for name, value in repeated if name not in NOT_REPEATED + STARTED}
     flags: dict[str, Flag] = {}
     for flag in flags_of(cls):
         flags |= {name.lstrip("-").replace("-", "_"): flag for name in (*flag.names, flag.field)}

@@ -1,6 +1,7 @@
 """What a result says about the machine and the code that made it."""
 
 import importlib.metadata
+import os
 import resource
 import subprocess
 import sys
@@ -13,16 +14,24 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def commit() -> str | None:
-    """The commit of this code, with a `+` where files differ from it; None outside of git."""
+    """The commit of this code, with a `+` where files differ from it; None if nobody knows it.
+
+    An image has no git, but the commit from which it was built in a variable.
+    """
     git, quiet = ["git", "-C", str(ROOT)], dict[str, Any](capture_output=True, text=True, timeout=5)
     try:
         found = subprocess.run([*git, "rev-parse", "--show-toplevel", "HEAD"], **quiet)
         if found.returncode or Path(found.stdout.splitlines()[0]) != ROOT:
-            return None
+            return _of_the_image()
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], **quiet).returncode
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        return _of_the_image()
     return found.stdout.splitlines()[1] + "+" * bool(changed)
+
+
+def _of_the_image() -> str | None:
+    built_from = os.environ.get("SOURCE_REVISION", "unknown")
+    return None if built_from == "unknown" else built_from
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

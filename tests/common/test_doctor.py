@@ -67,6 +67,20 @@ def test_what_would_fail_is_named(programs: Programs, tmp_path: Path) -> None:
     assert "process group" in found  # gloo needs it, so no more can be said
 
 
+def test_what_a_node_knows_is_said_once_though_the_ranks_do_not_meet(
+    programs: Programs, tmp_path: Path, free_port: int
+) -> None:
+    env = {"GLOO_SOCKET_IFNAME": "none0"}
+    said = programs.run(*DOCTOR, "--nproc", 2, "--out", tmp_path, code=1, env=env).stdout
+    assert {tuple(finding["ranks"]) for finding in json.loads(said)["findings"]} == {(0,)}, "one document"
+    words = ("--world-size", 2, "--rank", 1, "--dist-url", f"tcp://127.0.0.1:{free_port}", "--timeout", 1)
+    findings = json.loads(programs.run(*DOCTOR, *words, code=1).stdout)["findings"]
+    assert {tuple(finding["ranks"]) for finding in findings} == {(1,)}
+    by_check = {finding["check"]: finding["found"] for finding in findings}
+    assert "user" in by_check, "what does not need the others"
+    assert by_check["process group"].startswith("the first node, 127.0.0.1:")
+
+
 def test_nodes_that_do_not_share_a_folder_are_named(programs: Programs, tmp_path: Path, free_port: int) -> None:
     words = ("--nproc", 1, "--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}")
     pair = [programs.start(*DOCTOR, *words, "--rank", rank, "--out", tmp_path / str(rank)) for rank in (0, 1)]

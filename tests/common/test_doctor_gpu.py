@@ -61,7 +61,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: seen[0].name)
         monkeypatch.setattr(place, "_current", here.place)
         capsys.readouterr()
-        preflight.show([preflight.examine(gpu.GPU, here)] * here.place.world_size, here)
+        preflight.show(dict.fromkeys(range(here.place.world_size), preflight.examine(gpu.GPU, here)), here)
         return capsys.readouterr().out.splitlines()
 
     return shown

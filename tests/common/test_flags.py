@@ -337,3 +337,13 @@ def test_programs_start_from_nothing_where_that_is_asked_for(monkeypatch: pytest
     monkeypatch.setenv(warm.COLD, cold)
     assert warm.possible(["-m", "examples.gan_ddp"], {}) == (cold == "0")
     assert warm.possible(["-m", "examples.gan_ddp"], {warm.SPACE: "a network"})
+
+
+def test_a_repeated_run_is_started_as_one_likes(tmp_path: Path) -> None:
+    """On another machine: neither its devices nor its processes are those of the first run."""
+    file = tmp_path / "result.json"
+    started = {"nproc": 2, "device": "cpu", "world_size": 2, "rank": 1, "out": "runs/a"}
+    file.write_text(json.dumps({"arguments": {"lr": 0.25, "precision": "fp32", **started}}))
+    args = parse(Args, ["--config", str(file)])
+    assert (args.lr, args.amp.precision) == (0.25, "fp32")
+    assert (args.launch, args.out) == (Launch(), Args().out)

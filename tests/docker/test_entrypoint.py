@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from common.launch import errors
+from common.launch.args import parse
 from common.launch.errors import NOTES, RETRY, note
+from common.launch.flags import Launch
+from common.launch.resolve import resolve
 from tests.conftest import ROOT, Programs
 from tests.e2e.engine import load
 from tests.machine import here
@@ -134,6 +137,41 @@ def test_flags_alone_go_to_the_program_of_the_image(programs: Programs) -> None:
     assert "November 2026" in done.stdout
     assert "20" in programs.run(*ENTRY, "--", env=env, cold=True).stdout
     assert programs.run(*ENTRY, "--", "echo", "up", env=env, cold=True).stdout == "up\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        ([], ["--each"]),
+        (["--resume", "auto"], ["--each", "--resume", "auto"]),
+        (["--nproc", "2"], ["--each", "--nproc", "2"]),
+        (["--gpu", "1"], ["--gpu", "1"]),
+        (["--gpu=1"], ["--gpu=1"]),
+    ],
+)
+def test_flags_are_added_to_those_of_the_image(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], given: list[str]
+) -> None:
+    """Or a run that is resumed would go on with one GPU of eight."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(entrypoint.Supervisor, "run", lambda self: commands.append(self.command) or 0)
+    assert entrypoint.main(["--", *typed], {"PROGRAM": "examples.gan_ddp --each"}) == 0
+    assert commands == [[PYTHON, "-m", "examples.gan_ddp", *given]]
+
+
+@pytest.mark.parametrize(
+    "image", [file.parent.name for file in ROOT.glob("docker/*/Dockerfile") if file.parent.name != "base"]
+)
+def test_the_flags_of_an_image_start_a_process_per_gpu(image: str) -> None:
+    """But for DataParallel, and unless others are given."""
+    found = re.search(r'^ENV PROGRAM="?([^"\n]+)', (ROOT / "docker" / image / "Dockerfile").read_text(), re.MULTILINE)
+    assert found is not None
+    program, *flags = found[1].split()
+    assert program == f"examples.{image}"
+    for more, processes in (([], 8), (["--nproc", "2"], 2)):
+        place = resolve(parse(Launch, [*flags, *more]), {}, lambda: 8)
+        single = image in ("bert_dp", "mnist_dataparallel") and "--nproc" not in more
+        assert place.local_world_size == (1 if single else processes)
 
 
 def test_the_entrypoint_needs_the_standard_library_only() -> None:

@@ -518,7 +518,11 @@ def test_the_batch_script_saves_queues_itself_again_and_goes_on(
     }.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env = {
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "1",
+    }
     env |= {"DDP_TEST_RUN": programs.token, "CUDA_VISIBLE_DEVICES": ""}
     words = ["bash", "examples/imagenet_ddp/job.sbatch", *map(str, FLAGS), "--checkpoint-every", "1"]
     words += ["--out", str(tmp_path / "out"), str(folder)]
@@ -547,3 +551,5 @@ def test_the_batch_script_asks_slurm_for_what_it_needs() -> None:
     assert asked["signal"] == "TERM@180"
     assert "requeue" in asked
     assert asked["open-mode"] == "append"
+    assert "cpus-per-task" in asked
+    assert 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ' in script, "srun does not take it over"
