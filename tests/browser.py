@@ -13,14 +13,15 @@ PHONE, DESK = 390, 1400  # widths in pixels
 
 @contextmanager
 def started() -> Generator[Chrome]:
-    """A browser that finds no host, and keeps what pages log and ask for."""
+    """A browser that finds no host but 127.0.0.1, and keeps what pages log and ask for."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     assert chromium, "chromium is not installed (make check installs it on Debian)"
     assert driver, "chromedriver is not installed (Debian: chromium-driver)"
     options = ChromeOptions()
     options.binary_location = chromium
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND"):
+    hosts = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", hosts):
         options.add_argument(flag)
     with Chrome(options=options, service=ChromeService(driver)) as browser:
         yield browser

@@ -17,11 +17,12 @@ Span = tuple[float, float]  # start, end in microseconds
 
 
 class Point(NamedTuple):
-    """A moment in a thread, and since when it stood there."""
+    """A moment in a thread, since when it stood there, and when the span began that ends then."""
 
     time: float
     thread: int
     since: float = 0.0
+    opened: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def read(file: Path) -> Part:
         if kind in ("send", "recv") and ">" in name:
             begun[event["name"]] = Point(event["ts"], event["tid"])
         elif kind == f"{WAIT}:":
-            ended[name] = Point(event["ts"] + event["dur"], event["tid"], event["ts"])
+            ended[name] = Point(_span(event)[1], event["tid"], event["ts"], event["ts"])
     data = [_span(event) for event in slices if event["name"] == DATA]
     return Part(
         **facts,
@@ -182,7 +183,7 @@ def _collectives(
             left.pop(0)
         if left and kind.startswith("gloo"):
             event = left.pop(0)
-            ended[key] = Point(event["ts"] + event["dur"], event["tid"], starts[number])
+            ended[key] = Point(_span(event)[1], event["tid"], starts[number], event["ts"])
             natives += [_span(event)] * native
     return begun, ended, natives
 

@@ -57,7 +57,7 @@ def _moved(part: Part, by: float) -> Part:
         return [(start + by, end + by) for start, end in of]
 
     def points(of: Mapping[str, Point]) -> dict[str, Point]:
-        moved = (Point(time + by, thread, since + by) for time, thread, since in of.values())
+        moved = (Point(p.time + by, p.thread, p.since + by, p.opened + by) for p in of.values())
         return dict(zip(of, moved, strict=True))
 
     return replace(
@@ -78,7 +78,7 @@ def late(part: Part, parts: Sequence[Part]) -> Iterator[Span]:
         part: of the rank.
         parts: of all ranks, with equal clocks.
     """
-    for name, (end, _, since) in part.ended.items():
+    for name, (end, _, since, _) in part.ended.items():
         kind, _, ends = name.partition(" ")
         other = {"send": f"recv {ends}", "recv": f"send {ends}"}.get(kind, name)
         begun = [each.begun[other].time for each in parts if other in each.begun]

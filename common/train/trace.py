@@ -2,7 +2,8 @@
 
 It is in the format that Perfetto and chrome://tracing open: a process per rank, a track per thread,
 and an arrow for each message, from `send` to the wait for it, and for each collective, from the
-rank that came last to each of the others. Times are those of rank 0's clock.
+rank that came last to each of the others. Where an arrow ends, a span says since when that rank
+has come: before, its wait was for that rank. Times are by rank 0's clock, from the first event on.
 
 What it cannot see: the number of a collective comes from torch's flight recorder, which keeps the
 last 256, and is read after each step; messages that were under way when the recording began make
@@ -76,6 +77,9 @@ def merge(out: Path, parts: Sequence[Part], error: float) -> None:
             events.append({"name": f"process_{key}"} | own)
         events += _events(out, part)
     events += arrows(parts)
+    first = min(event["ts"] for event in events if "ts" in event)
+    for event in events:  # Perfetto drops what is before 0
+        event["ts"] = round(event["ts"] - first, 3) if event["ph"] != "M" else 0
     content = {
         "displayTimeUnit": "ms",
         "otherData": {"clock_error_us": round(error, 1), "ranks": len(parts)},
@@ -89,19 +93,23 @@ def _events(out: Path, part: Part) -> Iterator[Event]:
     for number, event in enumerate(load(file_of(out, part.rank))[1]):
         if event["name"].startswith("process_"):
             continue
+        if event["name"] == "thread_name":  # "thread 77 (pt_gloo_runloop)": viewers add the number
+            name = event["args"]["name"]
+            main = event["tid"] == event["pid"]
+            event["args"]["name"] = "main" if main else name.partition("(")[2][:-1] or name
         event |= {"pid": part.rank, "ts": round(event["ts"] - part.offset, 3)}
         if isinstance(event.get("id"), int):  # an arrow of this rank
             event["id"] += part.rank << 40
         if event["ph"] == "X" and event["name"] in ("gloo:send", "gloo:recv"):
             # They begin in an operator and end in a wait: tracks need spans inside each other.
             ends = {"ph": "e", "ts": event["ts"] + event.pop("dur")}
-            event |= {"ph": "b", "cat": "message", "id": f"{part.rank}.{number}"}
+            event |= {"ph": "b", "cat": "message", "id2": {"local": f"{number}"}}
             yield event | ends
         yield event
 
 
 def arrows(parts: Sequence[Part]) -> Iterator[Event]:
-    """An arrow for each message, and for each collective from its last rank to each other.
+    """For each message, and each collective from its last rank to each other: an arrow, its end.
 
     Args:
         parts: of all ranks, with equal clocks.
@@ -121,9 +129,13 @@ def arrows(parts: Sequence[Part]) -> Iterator[Event]:
             if kind != "recv" and at[last].time > end.time:
                 continue  # a broadcast, for example, need not wait for all
             number += 1
+            source = {"pid": last, "tid": at[last].thread}
+            target = {"pid": part.rank, "tid": end.thread}
+            sent, came = at[last].time + 0.01, end.time - 0.02  # 10 ns inside of their spans
+            # Perfetto's arrows lead to the span that began later: a wait may be the earlier one.
+            since = min(max(sent, end.opened) + 0.01, came - 0.01)
+            span = {"ph": "X", "cat": "arrow", "ts": since, "dur": round(came - since + 0.01, 3)}
+            yield {"name": f"rank {last} has come"} | span | target
             about = {"name": name, "cat": "arrow", "id": number}
-            start = {"ph": "s", "pid": last, "tid": at[last].thread}
-            yield about | start | {"ts": round(at[last].time + 0.01, 3)}
-            # 10 ns inside a span: it belongs to the span in which it is
-            place = {"ph": "f", "bp": "e", "pid": part.rank, "tid": end.thread}
-            yield about | place | {"ts": round(end.time - 0.01, 3)}
+            yield about | {"ph": "s", "ts": sent} | source
+            yield about | {"ph": "f", "bp": "e", "ts": came} | target
