@@ -95,28 +95,32 @@ class Launch:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Repeating a run."""
+    """Repeating and recording a run."""
 
     config: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Take flags from this YAML or JSON file, or from the result.json of a run; flags that are
     typed win."""
     save_config: Annotated[Path | None, arg(metavar="FILE"), MAY_CHANGE] = None
     """Write the flags of this run to this YAML file."""
+    profile: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 0
+    """Record so many steps of all ranks, after two: one trace, and what their time went into."""
+
+    def __post_init__(self) -> None:
+        at_least(0, profile=self.profile)
 
 
 @dataclass(frozen=True)
 class Watch(Repeat):
-    """Watching and repeating a run."""
+    """Watching, repeating and recording a run."""
 
     track: Annotated[Literal["no", "wandb", "mlflow"], MAY_CHANGE] = "no"
     """Send what metrics.jsonl holds to Weights & Biases or MLflow, too."""
     limit_steps: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 0
     """End after this many optimizer steps, as a trial; 0 trains to the end."""
-    profile: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 0
-    """Record so many steps of all ranks, after two: one trace, and what their time went into."""
 
     def __post_init__(self) -> None:
-        at_least(0, limit_steps=self.limit_steps, profile=self.profile)
+        super().__post_init__()
+        at_least(0, limit_steps=self.limit_steps)
 
 
 def at_least(least: int, **values: float | None) -> None:

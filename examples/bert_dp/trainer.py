@@ -22,9 +22,11 @@ from common.launch.place import Place
 from common.launch.record import record
 from common.launch.spawn import launch
 from common.train.amp import MixedPrecision
+from common.train.log import Log
+from common.train.profile import Profile
 from examples.bert_dp.args import TrainerArgs
 from examples.bert_dp.data import load_data
-from examples.bert_dp.trainer_setup import device_batch, join, samples
+from examples.bert_dp.trainer_setup import ProfileCallback, device_batch, join, samples
 
 
 def main(place: Place, args: TrainerArgs) -> None:
@@ -92,7 +94,9 @@ def train(args: TrainerArgs, device: torch.device) -> None:
         processing_class=data.tokenizer,
         compute_metrics=compute_metrics,
     )
-    trainer.train()
+    with Profile(args.watch.profile, Log(args.out, dist.get_rank() == 0), device) as profile:
+        trainer.add_callback(ProfileCallback(trainer, profile))
+        trainer.train()
     trainer.save_model(str(args.out / "model"))  # the best one, which has been loaded
     trainer.save_metrics("eval", trainer.evaluate())  # eval_results.json
     trainer.save_state()  # losses and metrics by step: trainer_state.json

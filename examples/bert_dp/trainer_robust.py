@@ -37,7 +37,7 @@ from examples.bert_dp.trainer_parts import (
     evaluation,
     mean_loss,
 )
-from examples.bert_dp.trainer_setup import join, samples
+from examples.bert_dp.trainer_setup import ProfileCallback, join, samples
 
 
 def main(place: Place, args: RobustTrainerArgs) -> None:
@@ -99,8 +99,10 @@ def train(args: RobustTrainerArgs, device: torch.device) -> None:
             )
             callback = ReportCallback(trainer, run, stop)
             trainer.add_callback(callback)
+            trainer.add_callback(ProfileCallback(trainer, run.profile))
             trainer.remove_callback(PrinterCallback)
-            output = trainer.train(resume_from_checkpoint=str(found.path) if found else None)
+            with run.profile:
+                output = trainer.train(resume_from_checkpoint=str(found.path) if found else None)
         if callback.signum:
             where = f"checkpoint at step {output.global_step}; go on with --resume auto"
             raise Stopped(callback.signum, where)

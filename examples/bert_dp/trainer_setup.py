@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import logging
+from transformers import Trainer, TrainerCallback, logging
 
 from common.launch.device import choose_device
 from common.launch.place import Place
 from common.launch.rendezvous import JOB
 from common.train.loader import local_batch
+from common.train.profile import Profile
 from examples.bert_dp.tokens import Encoded
 
 
@@ -52,6 +53,27 @@ def device_batch(batch_size: int, device: torch.device) -> int:
         devices = torch.cuda.device_count()
     what = f"{devices} devices" if devices > 1 else None
     return local_batch(batch_size, world_size * devices, what)
+
+
+class ProfileCallback(TrainerCallback):
+    """Lets `--profile` see the Trainer's steps and its waits for data, as `Run` does."""
+
+    def __init__(self, trainer: Trainer, profile: Profile) -> None:
+        self.profile, fetch = profile, trainer.get_batch_samples
+
+        def fetched(*args: Any, **more: Any) -> Any:
+            with profile.waiting():
+                return fetch(*args, **more)
+
+        trainer.get_batch_samples = fetched
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After the wait for its data."""
+        self.profile.begin_step(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After the optimizer's step."""
+        self.profile.end_step()
 
 
 def samples(encoded: Encoded) -> Any:

@@ -1,5 +1,6 @@
 """bert_dp by the Hugging Face Trainer: the brief program, and the robust one against itself."""
 
+import gzip
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from tests.examples.bert_jobs import BRIEF, FP32, GOOD, PREDICT, ROBUST, TORCHRU
 from tests.runs import NO_GPU, Eventually, losses, mutated, predictions, result
 
 EVEN = ("--epochs", 3, "-b", 36, "--hidden", 64, "--logging-steps", 1, *FP32)
+RANKS = {nproc: ("--nproc", nproc, "--profile", 2 * (nproc == 2)) for nproc in (1, 2)}  # which changes no number
 CSV = "label,review\n" + "".join(f"1,好{n}\n1,差{n}\n" for n in range(12))  # one label only
 
 
@@ -45,7 +47,7 @@ def history(out: Path, name: str) -> list[float]:
 def brief(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory, even: Path) -> dict[int, Path]:
     outs = {nproc: tmp_path_factory.mktemp(f"brief-{nproc}") for nproc in (1, 2)}
     for nproc, out in outs.items():
-        shared_programs.run(*BRIEF, "--nproc", nproc, *EVEN, "--csv", even, "--out", out)
+        shared_programs.run(*BRIEF, *RANKS[nproc], *EVEN, "--csv", even, "--out", out)
     return outs
 
 
@@ -98,7 +100,7 @@ def test_mutation_the_loss_times_the_ranks_in_the_brief_trainer(
 def robust(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory, even: Path) -> dict[int, Path]:
     outs = {nproc: tmp_path_factory.mktemp(f"trainer-{nproc}") for nproc in (1, 2)}
     for nproc, out in outs.items():
-        done = shared_programs.run(*ROBUST, "--nproc", nproc, *EVEN, "--csv", even, "--out", out)
+        done = shared_programs.run(*ROBUST, *RANKS[nproc], *EVEN, "--csv", even, "--out", out)
         (out / "stdout").write_text(done.stdout)
     return outs
 
@@ -114,6 +116,20 @@ def test_the_trainer_with_two_ranks_equals_one(robust: dict[int, Path]) -> None:
     weights = [load_file(robust[nproc] / "model/model.safetensors") for nproc in (1, 2)]
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-3, atol=2e-4)
+
+
+def test_both_trainers_are_recorded(brief: dict[int, Path], robust: dict[int, Path]) -> None:
+    """Two steps of each rank, with the waits for their data."""
+    for out in (brief[2], robust[2]):
+        events = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]
+        for rank in (0, 1):
+            names = [event["name"] for event in events if event["pid"] == rank]
+            assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
+            assert names.count("waits for data") >= 2
+        assert (out / "profile.png").exists()
+    for step in result(robust[2])["profile"]["steps"]:
+        for rank in step["ranks"]:
+            assert rank["computing"] > rank["data"] > 0
 
 
 def test_the_trainer_keeps_the_contract(programs: Programs, robust: dict[int, Path], tmp_path: Path) -> None:
