@@ -131,7 +131,7 @@ def arrows(parts: Sequence[Part]) -> Iterator[Event]:
             number += 1
             source = {"pid": last, "tid": at[last].thread}
             target = {"pid": part.rank, "tid": end.thread}
-            sent, came = at[last].time + 0.01, end.time - 0.02  # 10 ns inside of their spans
+            sent, came = at[last].time + 0.01, end.time - 0.02  # 10 ns inside their spans
             # Perfetto's arrows lead to the span that began later: a wait may be the earlier one.
             since = min(max(sent, end.opened) + 0.01, came - 0.01)
             span = {"ph": "X", "cat": "arrow", "ts": since, "dur": round(came - since + 0.01, 3)}
