@@ -103,7 +103,7 @@ class EightSteps:
         """Add the gradients of `scale` times the sum of the losses to the model's: steps 1 to 7.
 
         Args:
-            images: [N, C, H, W], on the CPU; N may be 0.
+            images: [N, C, H, W], on any device; N may be 0.
             labels: [N].
             scale: 1 / N for the mean of the batch.
 

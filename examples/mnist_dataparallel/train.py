@@ -75,9 +75,7 @@ def train(args: Args, devices: list[torch.device]) -> None:
             idle = len(devices) - len(chunks)
             run.warn(f"{idle} of {len(devices)} devices get no sample: raise --batch-size")
         sampler = GlobalBatchSampler(len(data.train), args.batch_size, args.seed)
-        loader = DataLoader(
-            data.train, batch_sampler=sampler, collate_fn=data.collate, pin_memory=cuda
-        )
+        loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=list, pin_memory=cuda)
         model = run.prepare(DigitNet(data.size, data.classes))
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=args.label_smoothing)
         explanation = Explanation(devices, 3 if args.explain else 0)
@@ -97,12 +95,14 @@ def train(args: Args, devices: list[torch.device]) -> None:
 
         for epoch in run.epochs(epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            for images, labels in run.steps(loader):  # [B, 1, H, W], [B]
+            for pixels, labels in run.steps(loader):  # [B, 1, H, W] bytes, [B]
                 # The sampler pads the last batch with repeated samples, at the end: cut them off,
                 # so that the chunks are cut from new samples only. A process may have none left.
                 batch_samples, local_samples = run.batch_share()
-                images, labels = images[:local_samples], labels[:local_samples]
+                pixels, labels = pixels[:local_samples], labels[:local_samples]
                 explanation.begin()
+                # Bytes go to the first device, a quarter of float32, and become images there.
+                images = data.normalise(pixels.to(devices[0], non_blocking=True))
                 # Scatter, replicate, forward, gather, loss, backward, reduce: see eight_steps.py.
                 # Sums over the chunks, whatever their sizes, are then averaged over the processes:
                 # this factor makes that the mean over the global batch.
