@@ -174,10 +174,11 @@ def measure_workers(train: Path, ours: bool, cache: Path | None, workers: int) -
     batches = iter(loader)
     for _ in once:
         next(batches)
-    started = time.perf_counter()
+    started, seen = time.perf_counter(), 0
     for _ in range(PASSES * len(once)):
-        next(batches)
-    wall, seen = time.perf_counter() - started, PASSES * len(once) * BATCH
+        batch = next(batches)
+        seen += len(batch.images if ours else batch[0])
+    wall = time.perf_counter() - started
     return {"images_per_second": seen / wall, "images": seen, "wall_seconds": wall}
 
 

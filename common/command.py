@@ -1,9 +1,11 @@
 """Every program by its name: `distributed-examples NAME [flags]`, the same as `python -m`.
 
-distributed-examples                                  # all names, with a line for each
-distributed-examples mnist_ddp_spawn --nproc 2        # python -m examples.mnist_ddp_spawn ...
-distributed-examples who runs/mnist_ddp_spawn         # python -m common.who ...
-eval "$(distributed-examples --completion bash)"      # then <Tab> knows names and flags
+    distributed-examples                               # all names, with a line for each
+    distributed-examples mnist_ddp_spawn --nproc 2     # python -m examples.mnist_ddp_spawn ...
+    distributed-examples who runs/mnist_ddp_spawn      # python -m common.who ...
+    distributed-examples --completion bash > FILE      # after `source FILE`, <Tab> knows all flags
+
+A program is the module that Python would run: nothing is registered by hand.
 """
 
 import argparse
@@ -72,7 +74,7 @@ def _list() -> Iterator[str]:
     yield f"\n{COMMAND} --completion bash|zsh|tcsh prints what a shell needs to complete them"
 
 
-def _flags_class(module: str, path: Path) -> Any:
+def flags_class(module: str, path: Path) -> Any:
     """The dataclass that a program hands to `start` or `parse`; None if it has none."""
     called = re.search(r"\b(?:start|parse)\((\w+)[,)]", path.read_text())
     name = f"{module}.__main__" if path.name == "__main__.py" else module
@@ -94,7 +96,7 @@ def completion(shell: str) -> str:
     names = parser.add_subparsers()
     for module, path in programs().items():
         program = names.add_parser(short(module), help=_about(path).replace("%", "%%"))
-        cls = _flags_class(module, path)
+        cls = flags_class(module, path)
         for flag in flags_of(cls) if cls else ():
             choices = get_args(flag.kind) if get_origin(flag.kind) is Literal else None
             switch: Any = {"action": "store_true"} if not flag.takes and not flag.positional else {}
@@ -132,10 +134,11 @@ def _become(words: list[str]) -> None:
         close = difflib.get_close_matches(name, by_name, 1)
         hint = f"; perhaps you meant {close[0]}" if close else ""
         raise UserError(
-            f"{COMMAND} {words[0]}: there is no such program{hint} (alone, it lists them)"
+            f"{COMMAND} {words[0]}: there is no such program{hint} ({COMMAND} lists them)"
         )
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", by_name[name], *words[1:]])  # noqa: S606 - a module of ours
+    command = [sys.executable, "-m", by_name[name], *words[1:]]
+    os.execv(sys.executable, command)  # noqa: S606 - a module of this project
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from typing import Any
 from common.launch.errors import UserError
 from common.launch.usage import Flag, flags_of
 
-# Of a run that is repeated: where it went, and by whom it was started on which machine, are not
-# what it was.
+# What a repeated run does not take over: where the results went, how processes were started.
 NOT_REPEATED = ("out", "resume", "config", "save_config")
 STARTED = ("nproc", "multiprocessing_distributed", "world_size", "rank", "dist_url", "gpu")
 STARTED += ("device", "no_accel", "dist_backend")

@@ -56,7 +56,7 @@ def test_latency_and_bandwidth_are_told_apart() -> None:
 
 
 def test_what_cannot_be_fitted() -> None:
-    assert fit([Point(2, size, 1e-3) for size in (10**6, 10**3)]).beta >= 0  # larger is no slower
+    assert fit([Point(2, size, 1e-3) for size in (10**6, 10**3)]).beta >= 0  # a larger message takes as long
     one_size = fit([Point(2, 10**6, 1e-3)] * 2)  # which cannot tell them apart
     assert (one_size.alpha, one_size.beta) == (0, pytest.approx(1e-9))
     with pytest.raises(ValueError, match="two points"):

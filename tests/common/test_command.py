@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.command import SHELLS, main, programs, short
+from common.command import SHELLS, flags_class, main, programs, short
+from common.launch.usage import flags_of
 from tests.conftest import ROOT, Programs
 
 COMMAND = ("-m", "common.command")
@@ -96,10 +97,13 @@ def test_every_flag_of_every_program_is_completed(script: Path) -> None:
     text = script.read_text()
     for module, path in programs().items():
         assert short(module) in text
-        if "start(" in path.read_text():
-            assert re.search(
-                rf"distributed_examples_{re.sub('[.]', '_', short(module))}_option_strings=\(.*--nproc", text
-            ), module
+        cls = flags_class(module, path)
+        shell_name = re.sub("[.]", "_", short(module))
+        (completed,) = re.findall(
+            rf"^_shtab_distributed_examples_{shell_name}_option_strings=\((.*)\)$", text, re.MULTILINE
+        )
+        known = {name for flag in (flags_of(cls) if cls else ()) for name in flag.names if not flag.positional}
+        assert set(completed.replace("'", "").split()) == known | {"-h", "--help"}, module
 
 
 def test_other_shells(programs: Programs) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.train import machine
 from common.train.evaluate import classification_metrics
 from common.train.log import Log
 
@@ -52,3 +53,16 @@ def test_a_fresh_run_leaves_no_results_of_an_earlier_one(tmp_path: Path, resumed
         (tmp_path / name).touch()
     Log(tmp_path, active=True).start(step=0, resumed=resumed)
     assert [path.name for path in tmp_path.glob("[rp]*")] == ["predictions.csv"] * resumed
+
+
+def test_the_commit_of_an_image_is_that_from_which_it_was_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no git in it; outside of both, nobody knows."""
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setenv("SOURCE_REVISION", "0123abc")
+    assert machine.commit() == "0123abc"
+    monkeypatch.setenv("SOURCE_REVISION", "unknown")  # the build was not told
+    assert machine.commit() is None
+    monkeypatch.delenv("SOURCE_REVISION")
+    assert machine.commit() is None

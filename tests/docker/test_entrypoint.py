@@ -193,7 +193,7 @@ def test_signals_are_passed_on(programs: Programs, signum: signal.Signals) -> No
     assert process.stdout
     assert process.stdout.readline() == "up\n"
     process.send_signal(signum)
-    # 7 is no code of ours: torchrun's 1 after a signal means no more than 128 + n.
+    # 7 is not one of our codes: torchrun's 1 after a signal means no more than 128 + n.
     programs.finish(process, code=128 + signum)
 
 
