@@ -491,7 +491,7 @@ def test_mutations_that_parity_notices(
 
 SRUN = """#!{python}
 import os, pathlib, subprocess, sys
-words = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+words = sys.argv[sys.argv.index("python") :]  # what comes before is for srun
 common = {{"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": "{port}"}}
 tasks = [
     subprocess.Popen(words, env=os.environ | common | {{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}})
