@@ -135,6 +135,8 @@ def _muster(
     the roll of the names that it sees, and each rank answers when it finds its own on it. The roll
     to which all have answered is the world.
 
+    A rank asks for one key at a time, whatever their number is; rank 0 alone looks at all.
+
     Returns:
         The part of the store that only this world uses, and the roll, in rank order.
 
@@ -144,26 +146,54 @@ def _muster(
     hellos = [f"hello/{other}" for other in range(size)]
     store.set(hellos[rank], json.dumps(me))
     deadline, pause = time.monotonic() + seconds, 0.002
-    world: dict[str, Any] = {"id": "", "roll": []}
+    world, answered, roll = "", "", list[Member]()
     while True:
         if rank == 0 and store.check(hellos):
-            roll = [json.loads(hello) for hello in store.multi_get(hellos)]
-            if roll != world["roll"] and all(member["size"] == size for member in roll):
-                world = {"id": secrets.token_hex(8), "roll": roll}
-                store.set("world", json.dumps(world))
+            seen = [json.loads(hello) for hello in store.multi_get(hellos)]
+            if seen != roll and all(member["size"] == size for member in seen):
+                world, roll = secrets.token_hex(8), seen
+                store.set(f"{world}/roll", json.dumps(roll))
+                store.set("world", world)
         elif rank != 0 and store.check(["world"]):
-            world = json.loads(store.get("world"))
-        here = [f"{world['id']}/here/{other}" for other in range(size)]
-        if rank < len(world["roll"]) and world["roll"][rank] == me:
-            store.set(here[rank], "")
-            if store.check(here):
-                return dist.PrefixStore(f"world-{world['id']}", store), world["roll"]
+            newest = store.get("world").decode()
+            if newest != world:
+                world, roll = newest, json.loads(store.get(f"{newest}/roll"))
+        if rank < len(roll) and roll[rank] == me:  # a roll of before a restart names the dead
+            if answered != world:
+                answered = world
+                _answer(store, world, rank, size)
+            if store.check([f"{world}/complete"]):
+                return dist.PrefixStore(f"world-{world}", store), roll
         if time.monotonic() > deadline:
-            signs = enumerate(here if world["id"] else hellos)
-            missing = [str(other) for other, sign in signs if not store.check([sign])]
+            signs = [_sign(world, other) for other in range(size)] if world else hellos
+            missing = _missing(store, signs)
             raise Absent(
                 f"{size - len(missing)} of {size} processes joined within {seconds:g} s; missing: "
-                f"rank {', '.join(missing)}. Start the others, or give a longer --timeout"
+                f"rank {', '.join(map(str, missing))}. Start the others, or give a longer --timeout"
             )
         time.sleep(pause)
         pause = min(0.5, 2 * pause)
+
+
+def _sign(world: str, rank: int) -> str:
+    """The key by which a rank says that it has found itself on a roll."""
+    return f"{world}/here/{rank}"
+
+
+def _answer(store: dist.Store, world: str, rank: int, size: int) -> None:
+    store.set(_sign(world, rank), "")
+    if store.add(f"{world}/answers", 1) == size:
+        store.set(f"{world}/complete", "")
+
+
+def _missing(store: dist.Store, keys: list[str], first: int = 0) -> list[int]:
+    """The numbers of the keys that are not there; where a few are not, few questions find them."""
+    if store.check(keys):
+        return []
+    if len(keys) == 1:
+        return [first]
+    half = len(keys) // 2
+    return [
+        *_missing(store, keys[:half], first),
+        *_missing(store, keys[half:], first + half),
+    ]

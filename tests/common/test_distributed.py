@@ -5,6 +5,7 @@ import re
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from common.launch import cgroup
 from common.launch.errors import NOTES, UserError
-from common.launch.rendezvous import _muster
+from common.launch.rendezvous import _missing, _muster
 from tests.conftest import Programs
 from tests.machine import here
 
@@ -444,3 +445,34 @@ def test_restarted_ranks_do_not_meet_the_dead() -> None:
     assert [len(set(world)) for world in worlds] == [1, 1, 1, 1], "all members agree"
     assert len({world[0][0] for world in worlds}) == 4, "each attempt has a part of its own"
     assert [world[0][1] for world in worlds] == [0, 2, 3, 2]
+
+
+class Asked(dist.HashStore):
+    """A store that notes how many keys each thread has asked for at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions: dict[int, list[int]] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        self.questions.setdefault(threading.get_ident(), []).append(len(keys))
+        return super().check(keys)
+
+
+def test_what_a_rank_asks_does_not_grow_with_the_job() -> None:
+    """Rank 0 looks at all; every other rank asks for one key at a time."""
+    for size in (2, 16):
+        store = Asked()
+        joined(store, [member(rank, size, 0) for rank in range(size)])
+        of_all = [max(questions) for questions in store.questions.values()]
+        assert sorted(of_all) == [1] * (size - 1) + [size]
+
+
+def test_missing_ranks_are_found_by_few_questions() -> None:
+    store, keys = Asked(), [f"hello/{rank}" for rank in range(512)]
+    for number, key in enumerate(keys):
+        if number not in (77, 300):
+            store.set(key, "")
+    assert _missing(store, keys) == [77, 300]
+    (questions,) = store.questions.values()
+    assert len(questions) <= 2 * 2 * 9 + 1, "two halves on each of nine levels, for each of the two"
