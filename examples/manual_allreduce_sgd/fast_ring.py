@@ -38,7 +38,9 @@ class FastRing:
         self, ranks: Sequence[int] | None = None, timeout: timedelta | None = None
     ) -> None:
         members = None if ranks is None else list(ranks)
-        self._up, self._down = (dist.new_group(members, timeout, "gloo") for _ in range(2))
+        self._up, self._down = (
+            dist.new_group(members, timeout=timeout, backend="gloo") for _ in range(2)
+        )
         self._memory = torch.empty(0)
 
     def __call__(self, tensor: Tensor) -> int:

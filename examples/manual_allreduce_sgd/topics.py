@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.launch import rendezvous
+from common.launch import place, rendezvous
 from common.launch.messages import message_device
 from examples.manual_allreduce_sgd.collectives import (
     all_gather,
@@ -104,7 +104,8 @@ def objects(tour: Tour) -> None:
 def new_group(tour: Tour) -> None:
     """A group of some ranks: ALL ranks call new_group, only its members use the group."""
     members = list(range(0, tour.world_size, 2))
-    group = dist.new_group(members)
+    # Without a time-out it would have torch's, 30 minutes.
+    group = dist.new_group(members, timeout=place.current().flags.patience)
     value = tour.numbers(tour.rank + 1.0)
     before = text(value)
     if isinstance(group, dist.ProcessGroup):  # the others get a placeholder

@@ -50,7 +50,7 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     dist.init_process_group("gloo", init_method=JOB, timeout=args.launch.patience)
     training(args)
     evaluation(args)
-    groups()
+    groups(args)
     dist.destroy_process_group()
 
 
@@ -90,14 +90,15 @@ def evaluation(args: Args) -> None:
     print0(f"    in dataset order: {' '.join(map(str, ordered.tolist()))}")
 
 
-def groups() -> None:
+def groups(args: Args) -> None:
     """Part 3: a group of some ranks. Every rank calls this."""
     print0(
         "\n3. A process group of some ranks only: dist.new_group, called by ALL ranks, "
         "used by its members"
     )
     members = list(range(0, dist.get_world_size(), 2))
-    group = dist.new_group(members)
+    # Its time-out is torch's 30 minutes, not that of init_process_group, unless it is given.
+    group = dist.new_group(members, timeout=args.launch.patience)
     total = torch.tensor([float(dist.get_rank())])
     if isinstance(group, dist.ProcessGroup):  # the others get a placeholder
         dist.all_reduce(total, group=group)

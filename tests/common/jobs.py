@@ -86,6 +86,14 @@ def first(args: Args) -> None:
             with marker.open("x") as file:
                 file.write("once")
         assert marker.read_text() == "once"
+    if args.name == "first_of_two":
+        with local_rank0_first("slow on one node"):
+            if os.environ["LOCAL_RANK"] == "0":
+                if os.environ["GROUP_RANK"] == "1":
+                    time.sleep(1)
+                (args.folder / "slow").touch()
+            assert (args.folder / "slow").exists(), "the first of the other node does not count"
+        dist.barrier()  # the node with the store does not leave earlier
     if args.name == "first_fails":
         with local_rank0_first("failing"):
             assert os.environ["LOCAL_RANK"] == "0", "the others never get here"
@@ -348,6 +356,7 @@ JOBS = {
     "ordered": ordered,
     "first": first,
     "first_fails": first,
+    "first_of_two": first,
     "mistake": mistake,
     "signalled_at_its_end": signalled_at_its_end,
     "disagree": disagree,

@@ -194,6 +194,34 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
         some(tmp_path, {"lr": 0.2, "epochs": 4}).load("auto")
 
 
+def test_a_setting_that_is_new_or_gone_is_named(tmp_path: Path) -> None:
+    save(some(tmp_path, {"lr": 0.1, "old": 3}), {"step": 1})
+    with pytest.raises(UserError, match=r"was made with old = 3, this run has None: give the same flags"):
+        some(tmp_path, {"lr": 0.1}).load("auto")
+    with pytest.raises(UserError, match=r"was made with new = None, this run has 4: give the same flags"):
+        some(tmp_path, {"lr": 0.1, "old": 3, "new": 4}).load("auto")
+
+
+@pytest.mark.parametrize("resume", ["auto", "no", "PATH"])
+def test_restarted_workers_go_on_from_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str) -> None:
+    """Whatever --resume says: it was for the first start, and they have gone on since."""
+    saved = some(tmp_path)
+    for step in (10, 20):
+        save(saved, {"step": step})
+    middle = saved.folder / files(tmp_path)[0]
+    resume = resume.replace("PATH", str(middle))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    found = some(tmp_path).load(resume)
+    assert found
+    assert (found.step, len(files(tmp_path))) == (20, 2), "and nothing is set aside"
+    for path in saved.folder.iterdir():
+        if path != middle:
+            path.unlink()
+    found = some(tmp_path).load(resume)
+    assert found
+    assert found.step == 10
+
+
 def test_another_number_of_threads_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It changes the last bits, as a pod's new CPU limit would."""
     before = torch.get_num_threads()
@@ -271,6 +299,43 @@ def test_killed_while_saving_no_checkpoint_is_damaged(programs: Programs, tmp_pa
     survived, temporary = map(int, programs.run("-c", SAVE_AND_BE_KILLED, tmp_path).stdout.split())
     assert survived > 20
     assert temporary > 5, "the kills did not hit a save"
+
+
+SAVE_WITH_KEEP_1_AND_BE_KILLED = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from common.train.checkpoint import Checkpoints
+from common.train.checkpoint_files import latest
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.set_num_threads(1)
+choose, steps = random.Random(0), []
+for number in range(30):
+    saved = Checkpoints(Path(sys.argv[1]), {"model": torch.nn.Linear(300, 300)}, {}, keep=1)
+    if number == 0:
+        saved._write(1, {"progress": {"step": 1}})
+    step = latest(saved.folder).step
+    child = os.fork()
+    while child == 0:
+        step += 1
+        saved._write(step, {"model": saved.parts["model"].state_dict(), "progress": {"step": step}})
+    time.sleep(0.005 + choose.random() / 30)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    found = latest(saved.folder)
+    assert found is not None, "a crash has left none"
+    steps.append(found.step)
+assert steps == sorted(steps)
+print(len(set(steps)), len(list(saved.folder.glob("step-*"))))
+"""
+
+
+def test_one_that_is_kept_is_always_whole(programs: Programs, tmp_path: Path) -> None:
+    """With --keep 1: the one before is deleted when the new one is on the disk, not earlier."""
+    different, left = map(int, programs.run("-c", SAVE_WITH_KEEP_1_AND_BE_KILLED, tmp_path).stdout.split())
+    assert different > 5, "the kills came before the first save"
+    assert left <= 2
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:

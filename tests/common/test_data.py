@@ -1,6 +1,7 @@
 """Reading idx files and the embedded digits, every way in which the files can be wrong; which rank gets what."""
 
 import gzip
+import shutil
 import struct
 from pathlib import Path
 
@@ -75,6 +76,18 @@ def test_any_idx_folder(tmp_path: Path, packed: bool) -> None:
     data = idx_folder(tmp_path)
     assert (len(data.train), len(data.test), data.classes, data.size) == (23, 7, 3, 9)
     assert image_data(str(tmp_path), tmp_path / "unused").identity == {"train_samples": 23, "classes": 3}
+
+
+@pytest.mark.parametrize("rare", ["train", "t10k"])
+def test_the_classes_are_those_of_both_parts(tmp_path: Path, rare: str) -> None:
+    """One of them may lack the last class: an output for it would be missing, or labels would be out of range."""
+    write_idx(tmp_path / "few", train=23, test=17, size=9, classes=3)
+    write_idx(tmp_path / "many", train=23, test=17, size=9, classes=5)
+    for file in (tmp_path / "many").glob(f"{rare}-*"):
+        shutil.copy(file, tmp_path / "few")
+    data = idx_folder(tmp_path / "few")
+    assert {int(part.labels.max()) for part in (data.train, data.test)} == {2, 4}
+    assert (data.classes, data.class_names) == (5, ["0", "1", "2", "3", "4"])
 
 
 def test_an_unknown_dataset_is_named(tmp_path: Path) -> None:

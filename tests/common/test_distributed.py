@@ -71,6 +71,21 @@ def test_local_rank0_first(programs: Programs, tmp_path: Path) -> None:
     programs.run(*JOBS, "first", "--nproc", 3, "--folder", tmp_path)
 
 
+def test_the_first_of_each_node_works(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """On two nodes with a folder each; nobody waits for the first of the other node."""
+    url = ("--nproc", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}", "--world-size", 2)
+    folders = [tmp_path / str(node) for node in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    nodes = [
+        programs.start(*JOBS, "first_of_two", *url, "--rank", node, "--folder", folder)
+        for node, folder in enumerate(folders)
+    ]
+    for node in nodes:
+        programs.finish(node)
+    assert [{path.name for path in folder.iterdir()} for folder in folders] == [{"done", "slow"}] * 2
+
+
 def test_a_failure_of_the_first_reaches_all(programs: Programs, tmp_path: Path) -> None:
     done = programs.run(*JOBS, "first_fails", "--nproc", 3, "--folder", tmp_path, code=2)
     assert done.stderr == "error: the download failed\n"

@@ -58,6 +58,18 @@ def test_crops_are_distributed_as_those_of_random_resized_crop(height: int, widt
     assert all(t >= 0 and left >= 0 and t + h <= height and left + w <= width for t, left, h, w in ours)
 
 
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (3, 4), (8, 5)])
+def test_crops_of_small_images_reach_every_row_and_column(height: int, width: int) -> None:
+    """Where an image has few places for a crop, to lose the last one is to lose a part of the image."""
+    boxes = {random_crop(0, 0, index, height, width)[0] for index in range(3000)}
+    for rows in {box[2] for box in boxes}:
+        assert {box[0] for box in boxes if box[2] == rows} == set(range(height - rows + 1)), f"{rows} rows"
+    for columns in {box[3] for box in boxes}:
+        assert {box[1] for box in boxes if box[3] == columns} == set(range(width - columns + 1)), f"{columns} columns"
+    assert min(box[2] for box in boxes) < height
+    assert min(box[3] for box in boxes) < width
+
+
 def test_a_crop_follows_from_seed_epoch_and_index_alone() -> None:
     crops = {(s, e, i): random_crop(s, e, i, 375, 500) for s in (0, 1) for e in (0, 1) for i in range(50)}
     assert len({str(crop) for crop in crops.values()}) == len(crops)

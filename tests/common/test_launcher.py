@@ -1,10 +1,13 @@
 """The place in the job, for every launcher, as a table."""
 
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from common.launch import place as place_module
 from common.launch.errors import UserError
 from common.launch.flags import Launch
 from common.launch.place import Place
@@ -131,6 +134,19 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
         ({}, SLURM | {"SLURM_NNODES": "1"}, {"host": "127.0.0.1", "loopback": True}),
         ({}, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}, {"host": "10.0.0.1", "port": 5}),
         ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1"}, {"local_world_size": 1}),
+        ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "0"}, {"local_world_size": 3}),
+        ({}, SLURM | {"SLURM_TASKS_PER_NODE": "1(x2),4,2(x3)", "SLURM_NODEID": "5"}, {"local_world_size": 2}),
+        (
+            {},
+            SLURM | {"SLURM_TASKS_PER_NODE": "3,1", "SLURM_STEP_TASKS_PER_NODE": "2,2"},
+            {"local_world_size": 2},
+        ),
+        # cyclic: task 1 is the first of the second node
+        (
+            {},
+            SLURM | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"},
+            {"rank": 1, "local_rank": 0, "node_rank": 1, "local_world_size": 2},
+        ),
         # a step that uses a part of the allocation
         (
             {},
@@ -166,6 +182,45 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
 def test_places(flags: dict[str, Any], env: dict[str, str], expected: dict[str, Any]) -> None:
     found = place(Launch(**flags), env)
     assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_a_cyclic_task_keeps_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun has given the ranks out already: they are read, not computed from the node."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(place_module, "_current", None)
+    task = place(Launch(), SLURM | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0"})
+    task.export(task.local_rank)
+    exported = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")}
+    assert exported == {"RANK": "1", "LOCAL_RANK": "0", "GROUP_RANK": "1", "WORLD_SIZE": "4"}
+
+
+NODE_OF_TWO = {"nproc": 2, "world_size": 2, "rank": 1, "dist_url": TCP}
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "interface"),
+    [
+        ({"nproc": 2}, {}, "lo"),
+        ({}, {}, "lo"),
+        ({}, TORCHRUN | {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "RANK": "1", "WORLD_SIZE": "4"}, "lo"),
+        ({}, SLURM | {"SLURM_NNODES": "1"}, "lo"),
+        (NODE_OF_TWO, {}, None),
+        (NODE_OF_TWO | {"dist_url": "tcp://127.0.0.1:1234"}, {}, "lo"),
+        ({}, TORCHRUN, None),
+        ({}, SLURM, None),
+    ],
+)
+def test_one_machine_exchanges_by_loopback(
+    monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], env: dict[str, str], interface: str | None
+) -> None:
+    """Whatever address its host name has: gloo would take that one's interface, which others may reach."""
+    plain = {name: value for name, value in os.environ.items() if not name.endswith("SOCKET_IFNAME")}
+    monkeypatch.setattr(os, "environ", plain)
+    monkeypatch.setattr(place_module, "_current", None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    found = place(Launch(**flags), env)
+    found.export(found.local_rank)
+    assert {os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")} == {interface}
 
 
 def test_one_process_per_device() -> None:

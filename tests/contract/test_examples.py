@@ -60,6 +60,16 @@ def test_three_processes_train_as_one(trainings: Trainings, example: str) -> Non
     compare(trainings.out(example, 3), trainings.out(example, 1))
 
 
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+@each_example
+def test_the_speed_is_that_of_the_whole_job(trainings: Trainings, example: str, nproc: int) -> None:
+    """Samples of all ranks, each once, over the seconds of training alone."""
+    found = result(trainings.out(example, nproc))
+    samples = found["epochs"] * found["train_samples"]
+    assert found["samples_per_second"] * found["seconds"]["train"] == pytest.approx(samples, rel=0.01)
+    assert sum(found["seconds"][name] for name in ("startup", "train", "eval")) <= found["seconds"]["total"]
+
+
 def compare(many: Path, one: Path) -> None:
     """The first losses agree up to rounding, which later steps multiply; the world differs and the work does not."""
     assert_allclose(losses(many)[:20], losses(one)[:20], rtol=1e-4, atol=1e-6)

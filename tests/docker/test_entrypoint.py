@@ -186,7 +186,7 @@ def test_the_entrypoint_needs_the_standard_library_only() -> None:
     assert [name for name in done.stdout.split() if name not in known and name.split(".")[0] not in known] == []
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_are_passed_on(programs: Programs, signum: signal.Signals) -> None:
     program = WAITS + f"signal.signal({int(signum)}, lambda *_: sys.exit(7)); time.sleep(60)"
     process = programs.start(*ENTRY, "--", PYTHON, "-c", program, cold=True)
@@ -195,6 +195,27 @@ def test_signals_are_passed_on(programs: Programs, signum: signal.Signals) -> No
     process.send_signal(signum)
     # 7 is not one of our codes: torchrun's 1 after a signal means no more than 128 + n.
     programs.finish(process, code=128 + signum)
+
+
+COUNTS = """
+import signal, sys, time
+came = []
+signal.signal(signal.SIGINT, lambda *_: came.append(1))
+print("up", flush=True)
+while not came:
+    time.sleep(0.01)
+time.sleep(0.5)
+print(len(came), flush=True)
+"""
+
+
+def test_ctrl_c_on_a_terminal_reaches_the_command_once(programs: Programs) -> None:
+    """A terminal sends it to its whole group; the command would take a second one for: do not save."""
+    process = programs.start(*ENTRY, "--", PYTHON, "-c", COUNTS, cold=True)
+    assert process.stdout
+    assert process.stdout.readline() == "up\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert programs.finish(process).stdout == "1\n"
 
 
 def test_the_command_starts_with_no_signal_blocked_or_ignored(programs: Programs) -> None:

@@ -55,6 +55,36 @@ def test_a_long_function_is_seen() -> None:
     assert too_long("def f():\n" + "    x = 1\n" * 59) == []
 
 
+# What makes a group of ranks, and so decides how long they wait for each other.
+MAKES_A_GROUP = {"init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "init_device_mesh"}
+PLAIN_TORCH = {"examples/your_model/plain_ddp.py", "examples/your_model/fsdp.py"}  # without a flag --timeout
+
+
+def without_timeout(source: str) -> list[int]:
+    """The lines of calls that make a group of ranks and do not say how long to wait."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        call.lineno
+        for call in calls
+        if isinstance(call.func, ast.Attribute | ast.Name)
+        and (call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id) in MAKES_A_GROUP
+        and not {"timeout"} & {word.arg for word in call.keywords}
+    ]
+
+
+@pytest.mark.parametrize("path", SHARED + PROGRAMS, ids=name)
+def test_every_group_has_the_time_out_of_the_flags(path: Path) -> None:
+    """A group of its own has torch's 30 minutes otherwise, whatever the default group has."""
+    if name(path) not in PLAIN_TORCH:
+        assert without_timeout(path.read_text()) == []
+
+
+def test_a_group_without_a_time_out_is_seen() -> None:
+    source = "dist.new_group([0], timeout=t)\nnew_group([0])\ndist.init_process_group('gloo')\n"
+    assert without_timeout(source) == [2, 3]
+    assert all(without_timeout((ROOT / file).read_text()) for file in PLAIN_TORCH)
+
+
 def hidden_imports(source: str) -> list[str]:
     """Imports inside functions without a comment that says what they save."""
     lines = source.splitlines()
