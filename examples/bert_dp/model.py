@@ -23,6 +23,13 @@ LABEL2ID = {name: label for label, name in ID2LABEL.items()}
 # A pretrained model may lack these: they are trained here.
 HEAD = ("classifier.", "bert.pooler.")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+# The copies: tensors that share memory cannot be written.
+CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; '
+    "weights = torch.load('pytorch_model.bin', weights_only=True); "
+    "save_file({name: value.clone() for name, value in weights.items()}, "
+    "'model.safetensors', {'format': 'pt'})\" in this folder"
+)
 VOCABULARY = ("tokenizer.json", "vocab.txt")
 # Nothing asks the network, and no code of the folder runs.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -111,6 +118,9 @@ def load(
         reason = str(error).splitlines()[0]
         raise UserError(f"--model {folder} cannot be loaded ({reason})") from None
     model, about = loaded
+    # Without this save_pretrained writes the names that the file had, as LayerNorm.gamma, and the
+    # Trainer, which reads by today's names, passes over them when it takes the best model.
+    model._weight_conversions = None
     absent = sorted({*about["missing_keys"], *(entry[0] for entry in about["mismatched_keys"])})
     _check_parts(folder, config, tokenizer, max_length)
     _check_tensors(folder, [name for name in absent if not (new_head and name.startswith(HEAD))])
@@ -121,9 +131,10 @@ def _check_files(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {folder}: no config.json there; give the local folder of a BERT")
     if not any((folder / name).is_file() for name in WEIGHTS):
+        pickled = (folder / "pytorch_model.bin").is_file()
         raise UserError(
-            f"--model {folder}: no weights there "
-            f"(model.safetensors; files with pickled code are not read)"
+            f"--model {folder}: no model.safetensors there"
+            + (f"; pickled weights are not read, convert them by {CONVERT}" if pickled else "")
         )
     if not any((folder / name).is_file() for name in VOCABULARY):
         raise UserError(f"--model {folder}: no vocabulary there ({' or '.join(VOCABULARY)})")

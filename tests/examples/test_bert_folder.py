@@ -96,8 +96,11 @@ def edit(file: Path, **values: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / "model.safetensors").unlink(), "no weights there"),
-        (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "no weights there"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors there$"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "no model.safetensors there; pickled",
+        ),
         (lambda folder: (folder / "tokenizer.json").unlink(), "no vocabulary there"),
         (lambda folder: make_tokenizer(vocabulary(["另一个"]), 128).save_pretrained(folder), "are not of one model"),
         (lambda folder: edit(folder / "config.json", vocab_size=9), "are not of one model"),

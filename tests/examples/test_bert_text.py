@@ -244,7 +244,7 @@ def test_the_shipped_reviews_are_our_own(real_data: Path) -> None:
         (["--mask", 2], "--mask 2"),
         (["--hidden", 100], "--hidden 100: give a multiple of 64"),
         (["--channels-last", "yes"], "--channels-last is for images"),
-        (["--model", "NOWEIGHTS"], "--model .*: no weights there"),
+        (["--model", "NOWEIGHTS"], "--model .*: no model.safetensors there"),
         (["--nproc", 2, "--model", "OTHERVOCAB"], "--model .*: .* they are not of one model"),
         (["--vocab", "EMPTY"], "--vocab .* cannot be read"),
         (["--vocab", "CSV"], "--vocab .* is not the vocabulary of a BERT: it lacks"),
