@@ -3,10 +3,10 @@
 import base64
 import html
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.compare.runs import Finished, differing, load
+from common.compare.runs import Finished, Row, differing, load, same
 from common.launch.args import show
 from common.train.curves import Line, draw_panels
 from common.train.files import check_writable, write_atomically
@@ -16,6 +16,7 @@ STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem }
 table { border-collapse: collapse } td, th { border-bottom: 1px solid #8884; text-align: left;
 padding: .25rem .8rem; white-space: nowrap } td { font-variant-numeric: tabular-nums }
+.group th { border: 0; padding-top: 1.2rem }
 div { overflow-x: auto } img { max-width: 100% } :root { color-scheme: light dark }
 """
 
@@ -31,16 +32,20 @@ def compare(folders: Sequence[Path], out: Path) -> None:
         UserError: a run cannot be read, or a file not be written.
     """
     runs = load(folders)
-    rows = differing(runs)
+    groups = differing(runs)
     check_writable(out, "--out")
     picture, page = out / "compare.png", out / "compare.html"
-    names = ", ".join(run.name for run in runs)
+    names = [run.name for run in runs]
     panels = panels_of(runs)
     if panels:
-        draw_panels(picture, panels, names)
-    write_atomically(page, page_of(runs, rows, picture if panels else None).encode())
-    files = [f"{'curves:':23}{picture}", f"{'page:':23}{page}", ""]
-    show("\n".join([*table([run.name for run in runs], rows), *files]))
+        draw_panels(picture, panels, ", ".join(names))
+    alike = same(runs)
+    write_atomically(page, page_of(names, groups, alike, picture if panels else None).encode())
+    lines = table(names, groups)
+    if alike:
+        lines += ["", f"{len(alike)} other arguments are the same; the page lists them"]
+    files = [f"{'curves:':23}{picture}"] if panels else []
+    show("\n".join([*lines, "", *files, f"{'page:':23}{page}", ""]))
 
 
 def panels_of(runs: Sequence[Finished]) -> dict[str, dict[str, Line]]:
@@ -55,17 +60,22 @@ def panels_of(runs: Sequence[Finished]) -> dict[str, dict[str, Line]]:
     return {title: lines for title, lines in panels.items() if lines}
 
 
-def table(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """Rows as lines that fit the terminal, long values cut."""
-    if not rows:
+def table(names: Sequence[str], groups: Mapping[str, Sequence[Row]]) -> list[str]:
+    """Groups of rows as lines that fit the terminal, long values cut."""
+    if not groups:
         return ["nothing differs"]
     room = shutil.get_terminal_size((80, 24)).columns
-    first = max(len(name) for name, _ in rows) + 2
+    first = 4 + max(len(name) for rows in groups.values() for name, _ in rows)
+    first = max(first, 2 + max(len(group) for group in groups))
     width = max(10, (room - first) // len(names) - 2)
-    lines = [("", names), *rows]
+    rows = [("what differs", list(names))]
+    for group, own in groups.items():
+        rows += [(group, []), *((f"  {name}", values) for name, values in own)]
     return [
-        f"{name:{first}}" + "  ".join(f"{_cut(value, width):{width}}" for value in values).rstrip()
-        for name, values in lines
+        (
+            f"{name:{first}}" + "  ".join(f"{_cut(value, width):{width}}" for value in values)
+        ).rstrip()
+        for name, values in rows
     ]
 
 
@@ -74,21 +84,28 @@ def _cut(text: str, width: int) -> str:
 
 
 def page_of(
-    runs: Sequence[Finished], rows: Sequence[tuple[str, Sequence[str]]], picture: Path | None
+    names: Sequence[str],
+    groups: Mapping[str, Sequence[Row]],
+    alike: Sequence[tuple[str, str]],
+    picture: Path | None,
 ) -> str:
-    """One HTML file with everything in it."""
-    cells = [("", [run.name for run in runs]), *rows]
-    body = [
-        "<tr><th>" + html.escape(name) + "".join(f"<td>{html.escape(v)}" for v in values)
-        for name, values in cells
-    ]
+    """One HTML file with everything in it: what differs first, then the curves."""
+    text = html.escape
+    body = ["<tr><th>" + "".join(f"<th>{text(name)}" for name in names)] if groups else []
+    for group, rows in groups.items():
+        body.append(f'<tr class="group"><th colspan="{len(names) + 1}">{text(group)}')
+        for name, values in rows:
+            body.append(f"<tr><td>{text(name)}" + "".join(f"<td>{text(v)}" for v in values))
     image = ""
     if picture:
         content = base64.b64encode(picture.read_bytes()).decode()
         image = f'<img alt="curves" src="data:image/png;base64,{content}">'
-    title = html.escape(" / ".join(run.name for run in runs))
+    title = text(" / ".join(names))
+    told = "\n".join(f"<tr><td>{text(name)}<td>{text(value)}" for name, value in alike)
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{STYLE}</style>\n<h1>{title}</h1>\n{image}\n"
-        f"<h2>What differs</h2>\n<div><table>\n" + "\n".join(body) + "\n</table></div></html>\n"
+        f"<style>{STYLE}</style>\n<h1>{title}</h1>\n<h2>What differs</h2>\n"
+        f"<div><table>\n" + ("\n".join(body) or "<tr><td>nothing") + "\n</table></div>\n"
+        f"<h2>Curves</h2>\n{image}\n<details><summary>{len(alike)} arguments are the same"
+        f"</summary><div><table>\n{told}\n</table></div></details></html>\n"
     )

@@ -11,14 +11,18 @@ from common.train.curves import Line, lines_of, read_points
 
 # What differs between any two runs and says nothing, or is said by another name.
 SILENT = ("argv", "out", "resume", "config", "save_config", "settings", "final_loss")
+OUTCOME = ("steps", "samples_per_second", "seconds", "peak_memory_mb", "parameter_hash")
+GROUPS = ("arguments", "result", "machine and data")  # the order of the table
+
+Row = tuple[str, list[str]]  # a name, and a value per run
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run: its name, what result.json says, and its curves by name."""
+    """A run: its name, what result.json says (by group and name), and its curves by name."""
 
     name: str
-    facts: dict[str, str]
+    facts: dict[str, dict[str, str]]
     curves: dict[str, Line]
 
 
@@ -35,35 +39,57 @@ def load(folders: Sequence[Path]) -> list[Finished]:
 
 
 def _load(name: str, folder: Path) -> Finished:
-    facts: dict[str, str] = {}
+    facts: dict[str, dict[str, str]] = {}
     file = folder / "result.json"
     try:
         points = read_points(folder / "metrics.jsonl")
         if file.exists():
-            facts = flat(json.loads(file.read_text()))
+            facts = grouped(json.loads(file.read_text()))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{folder} cannot be read: {error}") from None
     return Finished(name, facts, lines_of(points))
 
 
-def flat(result: dict[str, Any], group: str = "") -> dict[str, str]:
-    """The values of a result by name, as text: `lr`, `metrics.accuracy`, `seconds.train`."""
+def grouped(result: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The values of a result as text, by group and name.
+
+    The argument `world_size` is the number of nodes that was asked for, the fact `world_size` that
+    of the processes that ran: groups keep them apart.
+    """
+    arguments, outcome, place = GROUPS
+    facts = {name: value for name, value in result.items() if name not in SILENT}
+    asked = flat(facts.pop("arguments", {}))
+    if "peak_memory_mb" in facts:
+        ranks = facts["peak_memory_mb"]
+        facts["peak_memory_mb"] = {k: max(rank.get(k, 0) for rank in ranks) for k in ranks[0]}
+    came = facts.pop("metrics", {}) | {name: facts.pop(name) for name in OUTCOME if name in facts}
+    ran = {name: value for name, value in flat(facts).items() if asked.get(name) != value}
+    return {arguments: asked, outcome: flat(came), place: ran}
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Values by name, as text; those of an inner group as `seconds.train`."""
     found: dict[str, str] = {}
-    for name, value in result.items():
-        if name in SILENT:
-            continue
-        if name == "peak_memory_mb":
-            value = {kind: max(rank.get(kind, 0) for rank in value) for kind in value[0]}
+    for name, value in values.items():
         if isinstance(value, dict):
-            found |= flat(value, "" if name == "arguments" else f"{name}.")
-        elif value is not None:
-            text = f"{value:,.6g}" if isinstance(value, float) else str(value)
-            found.setdefault(group + name, text)
+            found |= flat(value, f"{prefix}{name}.")
+        elif value is not None and name not in SILENT:
+            found[prefix + name] = f"{value:,.6g}" if isinstance(value, float) else str(value)
     return found
 
 
-def differing(runs: Sequence[Finished]) -> list[tuple[str, list[str]]]:
-    """Names and values, one per run, of what is not the same in all; `-` where it is not said."""
-    names = dict.fromkeys(name for run in runs for name in run.facts)
-    rows = [(name, [run.facts.get(name, "-") for run in runs]) for name in names]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
+def differing(runs: Sequence[Finished]) -> dict[str, list[Row]]:
+    """What is not the same in all runs, by group; `-` where a run does not say it."""
+    rows = {group: [row for row in _rows(runs, group) if len(set(row[1])) > 1] for group in GROUPS}
+    return {group: found for group, found in rows.items() if found}
+
+
+def same(runs: Sequence[Finished]) -> list[tuple[str, str]]:
+    """The arguments that are the same in all runs."""
+    return [(name, row[0]) for name, row in _rows(runs, GROUPS[0]) if len(set(row)) == 1]
+
+
+def _rows(runs: Sequence[Finished], group: str) -> list[Row]:
+    facts = [run.facts.get(group, {}) for run in runs]
+    names = dict.fromkeys(name for own in facts for name in own)
+    return [(name, [own.get(name, "-") for own in facts]) for name in names]

@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from PIL import Image
 
 from common.compare.page import compare
-from common.compare.runs import flat
+from common.compare.runs import grouped
 from common.train.curves import draw_curves, limits, spread
 from common.train.lines import duration, epoch_line
 from common.train.log import Log
@@ -182,8 +182,9 @@ def test_results_of_an_earlier_run_are_kept_aside(tmp_path: Path, capsys: pytest
 
 def a_run(folder: Path, lr: float | None, accuracy: float, host: str) -> Path:
     folder.mkdir(parents=True)
-    arguments = {"lr": lr, "epochs": 3, "out": str(folder), "cuts": []}
+    arguments = {"lr": lr, "epochs": 3, "out": str(folder), "cuts": [], "world_size": -1}
     result = {"arguments": arguments, "metrics": {"accuracy": accuracy}, "host": host, "argv": [str(folder)]}
+    result |= {"epochs": 3, "world_size": len(host)}
     (folder / "result.json").write_text(json.dumps(result | {"peak_memory_mb": [{"host": 10}, {"host": 12}]}))
     lines = [{"step": step, "loss/test": 1 / step, "test/accuracy": accuracy} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
@@ -194,14 +195,18 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     runs = [a_run(tmp_path / "a", 0.1, 0.9, "one"), a_run(tmp_path / "b", None, 0.95, "<two>")]
     compare(runs, tmp_path / "out")
     rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    assert rows[:4] == [["a", "b"], ["lr", "0.1", "-"], ["metrics.accuracy", "0.9", "0.95"], ["host", "one", "<two>"]]
-    assert [row[0] for row in rows[4:]] == ["curves:", "page:"], "nothing else differs"
+    assert rows[:3] == [["what differs", "a", "b"], ["arguments"], ["lr", "0.1", "-"]]
+    assert rows[3:5] == [["result"], ["accuracy", "0.9", "0.95"]]
+    assert rows[5:8] == [["machine and data"], ["host", "one", "<two>"], ["world_size", "3", "5"]]
+    assert rows[9] == ["3 other arguments are the same; the page lists them"]
+    assert [row[0] for row in rows[11:]] == ["curves:", "page:"], "nothing else differs"
     page = (tmp_path / "out" / "compare.html").read_text()
-    assert "<tr><th>host<td>one<td>&lt;two&gt;\n" in page
+    assert "<tr><td>host<td>one<td>&lt;two&gt;\n" in page
+    assert page.index("<td>lr") < page.index("<img") < page.index("<td>world_size<td>-1"), "what differs stands first"
     assert "http" not in page, "it needs nothing but itself"
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.height > 500  # two panels
-    assert flat({"peak_memory_mb": [{"host": 10}, {"host": 12}]}) == {"peak_memory_mb.host": "12"}
+    assert grouped({"peak_memory_mb": [{"host": 10}, {"host": 12}]})["result"] == {"peak_memory_mb.host": "12"}
 
 
 def test_nobody_has_to_read_a_comparison(tmp_path: Path) -> None:
