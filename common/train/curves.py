@@ -36,13 +36,18 @@ def lines_of(points: Sequence[Point]) -> dict[str, Line]:
     return lines
 
 
-def draw_curves(path: Path, points: Sequence[Point], title: str) -> None:
-    """Draw a run: the metrics of the test set with the accuracy on top, below it the losses.
+def draw_curves(
+    path: Path, points: Sequence[Point], title: str, label_smoothing: float = 0.0
+) -> None:
+    """Draw a run: the accuracy on the test set, or all metrics of one without it; then the losses.
+
+    Precision, recall and F1 would lie on the accuracy; metrics.jsonl has them.
 
     Args:
         path: of the PNG.
         points: steps, and values by name: `loss/train`, `test/accuracy`.
         title: of the picture.
+        label_smoothing: of the training loss, which is above the test loss for that.
 
     Raises:
         UserError: the disk is full, for example.
@@ -51,10 +56,20 @@ def draw_curves(path: Path, points: Sequence[Point], title: str) -> None:
     panels: dict[str, dict[str, Line]] = {}
     for group, name in PANELS.items():
         own = {key.partition("/")[2]: line for key, line in curves.items() if key.startswith(group)}
-        if own:  # the accuracy is drawn last
-            panels[name] = dict(sorted(own.items(), key=lambda item: item[0] == "accuracy"))
+        if "accuracy" in own:  # drawn last: on top
+            own = {key: own[key] for key in ("top5", "accuracy") if key in own}
+        if group == "loss" and label_smoothing:
+            name += f" (train: with label smoothing {label_smoothing:g})"
+        if own:
+            panels[name] = distinct(own)
     if panels:  # there are none where a run was resumed at its end, in another folder
         draw_panels(path, panels, title)
+
+
+def distinct(lines: Mapping[str, Line]) -> dict[str, Line]:
+    """Of equal lines the last: a GAN's training loss is that of its discriminator."""
+    names = {tuple(line): name for name, line in lines.items()}
+    return {name: line for name, line in lines.items() if names[tuple(line)] == name}
 
 
 def draw_panels(path: Path, panels: Mapping[str, Mapping[str, Line]], title: str) -> None:

@@ -196,7 +196,8 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
     }
     file = log.out / "result.json"
     write_atomically(file, (json.dumps(result, indent=2) + "\n").encode())
-    draw_curves(log.out / "curves.png", log.points, title(run))
+    smoothing = result["arguments"].get("label_smoothing") or 0.0
+    draw_curves(log.out / "curves.png", log.points, title(run), smoothing)
     metrics = {name: value for name, value in facts["metrics"].items() if value is not None}
     for name, value in metrics.items():
         log.print0(f"{name + ':':23}{value:.4f}")

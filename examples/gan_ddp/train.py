@@ -116,7 +116,7 @@ def train(args: Args, device: torch.device) -> None:
                 fooled = F.softplus(-logits).sum() * scale
                 fooled.backward()  # the generator's one backward, after its one forward above
                 generator_optimizer.step()
-                run.log(loss, generator=fooled)
+                run.log(loss, discriminator=loss, generator=fooled)
             metrics = evaluate(both, args, epoch, data)
             run.end_epoch(metrics, best="frechet_distance", smaller_is_better=True, model=generator)
         side_by_side(args.out, args.epochs)

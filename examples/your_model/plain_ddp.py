@@ -3,8 +3,7 @@
     torchrun --standalone --nproc-per-node 2 plain_ddp.py
     torchrun --standalone --nproc-per-node 1 plain_ddp.py    # the same losses
 
-`train.py` trains the same model, and adds what long runs need: resuming, mixed precision, logs, and
-a last batch without repeated samples.
+`train.py` trains the same model, and adds what long runs need: resuming, mixed precision, logs.
 """
 
 import os
@@ -42,7 +41,11 @@ def accuracy(model: nn.Module, rows: Tensor, labels: Tensor) -> float:
 
 def main() -> None:
     """Train in one process of the job; torchrun starts all of them."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("start it by torchrun: torchrun --nproc-per-node 2 plain_ddp.py")
     cuda, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
+    if os.environ["RANK"] == "0":
+        print(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", flush=True)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -22,7 +22,7 @@ from tests.conftest import ROOT, Programs
 from tests.machine import here
 
 POINTS = [
-    *((step, {"loss/train": 3 / step, "loss/generator": 0.5}) for step in range(1, 41)),
+    *((step, {"loss/train": 3 / step, "loss/same": 0.5, "loss/generator": 0.5}) for step in range(1, 41)),
     *(
         (step, {"loss/test": 2 / step, "test/accuracy": 1 - 1 / step, "test/f1": 0.9, "speed/images_per_second": 9.0})
         for step in (10, 20, 40)
@@ -69,18 +69,21 @@ def test_names_at_the_ends_of_lines_do_not_overlap(places: list[float]) -> None:
 
 
 def test_a_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accuracy above the losses and above other curves, whole steps, no legend, the title that is given."""
+    """The accuracy alone, above the losses, whole steps, no legend, the title that is given."""
     figures: list[Any] = []
     monkeypatch.setattr(pyplot, "close", figures.append)
-    draw_curves(tmp_path / "curves.png", [*POINTS, (41, {"loss/train": 900.0})], "bert on reviews")
+    draw_curves(tmp_path / "curves.png", [*POINTS, (41, {"loss/train": 900.0})], "bert on reviews", 0.1)
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.width > 600
     (figure,) = figures
     above, below = figure.axes
-    assert (above.get_title("left"), below.get_title("left")) == ("test set", "loss")
+    assert (above.get_title("left"), below.get_title("left")) == (
+        "test set",
+        "loss (train: with label smoothing 0.1)",
+    )
     assert figure.get_suptitle() == "bert on reviews"
     assert [axis.get_legend() for axis in figure.axes] == [None, None]
-    assert {text.get_text() for text in above.texts} == {"accuracy", "f1"}
+    assert {text.get_text() for text in above.texts} == {"accuracy"}
     assert {text.get_text() for text in below.texts} == {"train", "generator", "test", "900 ↑"}
     assert list(above.lines[-1].get_ydata()) == pytest.approx([0.9, 0.95, 0.975])
     assert all(float(tick).is_integer() for tick in below.get_xticks())
@@ -184,8 +187,8 @@ def a_run(folder: Path, lr: float | None, accuracy: float, host: str) -> Path:
     folder.mkdir(parents=True)
     arguments = {"lr": lr, "epochs": 3, "out": str(folder), "cuts": [], "world_size": -1}
     result = {"arguments": arguments, "metrics": {"accuracy": accuracy}, "host": host, "argv": [str(folder)]}
-    result |= {"epochs": 3, "world_size": len(host)}
-    (folder / "result.json").write_text(json.dumps(result | {"peak_memory_mb": [{"host": 10}, {"host": 12}]}))
+    result = {**result, "epochs": 3, "world_size": len(host)}
+    (folder / "result.json").write_text(json.dumps({**result, "peak_memory_mb": [{"host": 10}, {"host": 12}]}))
     lines = [{"step": step, "loss/test": 1 / step, "test/accuracy": accuracy} for step in (1, 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
     return folder

@@ -12,10 +12,17 @@ from tests.conftest import ROOT, Programs
 PLAIN = ROOT / "examples" / "your_model" / "plain_ddp.py"
 
 
+def test_started_without_torchrun_it_says_so(programs: Programs, tmp_path: Path) -> None:
+    shutil.copy(PLAIN, tmp_path)
+    said = programs.run("plain_ddp.py", cwd=tmp_path, cold=True, code=1).stderr
+    assert said == "start it by torchrun: torchrun --nproc-per-node 2 plain_ddp.py\n"
+
+
 def trained(programs: Programs, folder: Path, ranks: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Loss and accuracy of each epoch, and the parameters that rank 0 has saved."""
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "plain_ddp.py")
     said = programs.run(*words, cwd=folder, cold=True).stdout
+    assert said.startswith(f"starting {ranks} rank")
     lines = re.findall(r"^epoch \d+: loss ([\d.]+), accuracy ([\d.]+)$", said, re.MULTILINE)
     saved = torch.load(folder / "plain_ddp.pt", weights_only=True)
     return [(float(loss), float(accuracy)) for loss, accuracy in lines], saved
