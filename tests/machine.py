@@ -23,6 +23,7 @@ def one_core_each() -> None:
     oneDNN's threads spin while they wait for each other: with more threads than cores, a training of 10 CPU seconds
     takes up to 90. Call this before torch is imported.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # what programs choose, and say, on a busy machine
     at_a_time = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if len(os.sched_getaffinity(0)) < 2 * at_a_time:
         os.environ.setdefault("OMP_NUM_THREADS", "1")

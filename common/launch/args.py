@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import tyro
 
 from common.launch.config import config_file, config_words, save_config
-from common.launch.early import announce, judge
+from common.launch.early import announce, judge, sleep_while_waiting
 from common.launch.errors import UserError, note
 from common.launch.flags import Launch
 from common.launch.resolve import resolve
@@ -106,6 +106,7 @@ def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -
         fail(error)
     if hasattr(args, "epochs"):
         announce(place)
+        sleep_while_waiting(place)
     if not place.launched:
         # `python -m examples.NAME.train`: workers run their main module again, and say so if it
         # has been imported before.

@@ -13,10 +13,16 @@ def _read(name: str) -> str:
 
 
 def cores() -> int:
-    """The CPU cores that this process may use: its affinity mask, cut to its container's quota."""
+    """The CPU cores that this process may use: its affinity mask, cut to its container's quota.
+
+    Cut to its pod's request, too, if that is lower: what lies between request and limit is there
+    only while no other pod wants it. (k8s/base/job.yaml sets the variable.)
+    """
     every = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    return max(1, min(usable, int(cpu_quota() or usable)))
+    requested = os.environ.get("CPU_REQUEST", "")
+    request = int(requested) if requested.isdigit() else 0  # 0: the pod has none
+    return max(1, min(usable, int(cpu_quota() or usable), request or usable))
 
 
 def cpu_quota() -> float | None:

@@ -13,6 +13,8 @@ from common.launch.flags import MustExist
 from common.launch.place import Place
 from common.launch.usage import flags_of
 
+WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # of OpenMP: how threads wait
+
 
 def judge(args: Any, place: Place) -> None:
     """Look at what the flags name: data, checkpoints, folders, packages, cores.
@@ -80,6 +82,31 @@ def check_processes(place: Place) -> None:
         raise UserError(
             f"--nproc {wanted}: this machine has {here} core(s) for them: give at most {most}; "
             f"as many as there are devices, or cores, is fastest"
+        )
+
+
+def sleep_while_waiting(place: Place) -> None:
+    """On a machine with more work than cores, have threads that wait for each other sleep.
+
+    OpenMP's threads spin while they wait. Where others use the cores, a thread that spins keeps its
+    core from the one that it waits for, and a step can take ten times as long. How they wait does
+    not change the result; fewer threads would change its last bits. The variable is read when torch
+    is imported.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS", "")
+    if place.launcher == "torchrun" and chosen == "1":  # set by torchrun, which nobody chose
+        chosen = ""
+    threads = place.flags.threads or int(chosen if chosen.isdigit() else 0)
+    threads = threads or cores() // place.local_world_size
+    load, machine = os.getloadavg()[0], os.cpu_count() or 1
+    decided = WAITING & os.environ.keys()
+    if threads < 2 or load <= machine or decided:
+        return
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    if place.local_rank == 0:
+        warn(
+            f"this machine has {machine} cores and a load of {load:.0f}: threads sleep while they "
+            f"wait (OMP_WAIT_POLICY=passive); --threads 1 may be faster"
         )
 
 

@@ -339,6 +339,20 @@ def test_the_cpu_limit_of_a_container(
     assert cgroup.cpu_quota() == quota
 
 
+@pytest.mark.parametrize(
+    ("request_", "quota", "found"),
+    [("2", "max", 2), ("2", "300000", 2), ("3", "200000", 2), ("0", "300000", 3), ("", "max", 8), ("9", "max", 8)],
+)
+def test_cores_follow_the_request_of_a_pod_where_it_is_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: str, quota: str, found: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(f"{quota} 100000\n")
+    monkeypatch.setattr(cgroup, "GROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("CPU_REQUEST", request_)
+    assert cgroup.cores() == found
+
+
 def test_a_host_name_on_one_node(programs: Programs, free_port: int) -> None:
     url = f"tcp://{socket.gethostname()}:{free_port}"
     assert len(ranks(programs.run(*JOBS, "place", "--nproc", 2, "--dist-url", url).stdout)) == 2

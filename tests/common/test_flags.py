@@ -13,10 +13,11 @@ from typing import Annotated
 
 import pytest
 
+from common.launch import early
 from common.launch.args import parse
 from common.launch.cgroup import cores
 from common.launch.config import all_flags, save_config
-from common.launch.early import announce, check_processes
+from common.launch.early import announce, check_processes, sleep_while_waiting
 from common.launch.errors import UserError
 from common.launch.flags import MAY_CHANGE, Launch, Watch, fixed_flags
 from common.launch.place import Place
@@ -309,6 +310,62 @@ def test_more_processes_than_cores_are_warned_of(capsys: pytest.CaptureFixture[s
         assert said.err == (line if wanted > cores() else "")
     with pytest.raises(UserError, match=f"give at most {most}"):
         check_processes(replace(place, local_world_size=most + 1))
+
+
+SPAWNED = Place("spawn", 1, 0, 1, 1, 0, 0, "127.0.0.1", 0, Launch(threads=2))
+
+
+@pytest.mark.parametrize(
+    ("place", "load", "env", "asleep"),
+    [
+        (SPAWNED, 99.0, {}, True),
+        (SPAWNED, 0.5, {}, False),
+        (SPAWNED, 99.0, {"OMP_WAIT_POLICY": "active"}, False),
+        (SPAWNED, 99.0, {"GOMP_SPINCOUNT": "0"}, False),
+        (replace(SPAWNED, flags=Launch(threads=1)), 99.0, {}, False),
+        (replace(SPAWNED, flags=Launch()), 99.0, {"OMP_NUM_THREADS": "2"}, True),
+        (replace(SPAWNED, flags=Launch()), 99.0, {"OMP_NUM_THREADS": "1"}, False),
+        (replace(SPAWNED, flags=Launch(), local_world_size=10_000), 99.0, {}, False),
+        # torchrun's own 1 is nobody's choice: the ranks share the cores
+        (replace(SPAWNED, flags=Launch(), launcher="torchrun"), 99.0, {"OMP_NUM_THREADS": "1"}, True),
+    ],
+)
+def test_threads_sleep_while_they_wait_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: Place,
+    load: float,
+    env: dict[str, str],
+    asleep: bool,
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(env))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(early, "cores", lambda: 4)
+    sleep_while_waiting(place)
+    line = "warning: this machine has 4 cores and a load of 99: threads sleep while they wait "
+    line += "(OMP_WAIT_POLICY=passive); --threads 1 may be faster\n"
+    assert capsys.readouterr().err == line * asleep
+    assert (os.environ.get("OMP_WAIT_POLICY") == "passive") == asleep
+
+
+BUSY = """
+import os, sys
+os.environ.pop("OMP_WAIT_POLICY", None)
+os.getloadavg = lambda: (99.0, 99.0, 99.0)
+os.environ |= {"OMP_NUM_THREADS": "2", "OMP_DISPLAY_ENV": "true"}
+from common.launch.args import start
+from examples.mnist_ddp_spawn.args import Args
+sys.argv = ["x", "--limit-steps", "1", "--out", sys.argv[1]]
+start(Args, "examples.mnist_ddp_spawn.train:main")
+"""
+
+
+def test_it_is_decided_before_openmp_is_there(programs: Programs, tmp_path: Path) -> None:
+    """OpenMP says itself what it has read."""
+    said = programs.run("-c", BUSY, tmp_path, cold=True).stderr
+    assert "a load of 99: threads sleep while they wait" in said
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
 
 
 def test_a_wrong_place_is_reported_whoever_finds_it(programs: Programs) -> None:

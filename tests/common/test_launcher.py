@@ -135,7 +135,7 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
         ({}, SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}, {"host": "10.0.0.1", "port": 5}),
         ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1"}, {"local_world_size": 1}),
         ({}, SLURM | {"SLURM_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "0"}, {"local_world_size": 3}),
-        ({}, SLURM | {"SLURM_TASKS_PER_NODE": "1(x2),4,2(x3)", "SLURM_NODEID": "5"}, {"local_world_size": 2}),
+        ({}, SLURM | {"SLURM_TASKS_PER_NODE": "1(x2),4,2(x3)", "SLURM_NODEID": "2"}, {"local_world_size": 4}),
         (
             {},
             SLURM | {"SLURM_TASKS_PER_NODE": "3,1", "SLURM_STEP_TASKS_PER_NODE": "2,2"},

@@ -1,6 +1,7 @@
 """What every pod of k8s/ must obey, as rules from rendered manifests to complaints."""
 
 import json
+import math
 from collections.abc import Iterator
 
 from tests.conftest import ROOT
@@ -99,6 +100,8 @@ def resources(job: Manifests) -> Iterator[str]:
     for name in ("cpu", "memory"):
         if asked[name] != limits[name] or quantity(asked["cpu"]) % 1:
             yield f"{name}: not Guaranteed in whole cores, so others take the cores that threads wait for"
+    if job.environment(0)["CPU_REQUEST"] != str(math.ceil(quantity(asked["cpu"]))):
+        yield "threads do not follow the request where it is below the limit"
     if "nvidia.com/gpu" in asked:
         yield "GPUs go into the limits only"
     rdma = {name: count for name, count in (asked | limits).items() if name.startswith("rdma/")}

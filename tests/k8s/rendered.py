@@ -1,6 +1,7 @@
 """The manifests as `kubectl kustomize` renders them, and what a pod of them gets."""
 
 import functools
+import math
 import subprocess
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,11 +79,20 @@ class Manifests:
         labels = {INDEX: str(index), JOB: self.name, JOBSET: self.name}
         env: dict[str, str] = {}
         for entry in self.container.get("env", []):
-            value = entry["value"] if "value" in entry else labels[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+            value = entry["value"] if "value" in entry else self._reference(entry["valueFrom"], labels)
             for known, text in env.items():
                 value = value.replace(f"$({known})", text)
             env[entry["name"]] = value
         return env
+
+    def _reference(self, reference: dict[str, Any], labels: dict[str, str]) -> str:
+        """A label, or a request or limit in whole cores, rounded up."""
+        if "fieldRef" in reference:
+            return labels[reference["fieldRef"]["fieldPath"]]
+        what = reference["resourceFieldRef"]
+        assert what["containerName"] == self.container["name"]
+        kind, _, name = what["resource"].partition(".")
+        return str(math.ceil(quantity(self.container["resources"][kind][name])))
 
     def mount(self, path: str) -> dict[str, Any]:
         """The volume that is mounted at a path; empty if there is none."""
