@@ -118,7 +118,7 @@ def train(args: Args, device: torch.device) -> None:
                 generator_optimizer.step()
                 run.log(loss, discriminator=loss, generator=fooled)
             metrics = evaluate(both, args, epoch, data)
-            run.end_epoch(metrics, best="frechet_distance", smaller_is_better=True, model=generator)
+            run.end_epoch(metrics, best="frechet_distance", smaller_is_better=True)
         side_by_side(args.out, args.epochs)
         run.finish()
 

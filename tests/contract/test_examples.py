@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 
 from tests.conftest import Programs
 from tests.contract.trainings import EXAMPLES, Trainings
-from tests.runs import Eventually, losses, newest_step, predictions, result
+from tests.runs import Eventually, accounted, losses, newest_step, predictions, result
 
 each_example = pytest.mark.parametrize(
     "example", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in EXAMPLES]
@@ -46,6 +46,8 @@ def test_two_processes_leave_what_every_run_leaves(trainings: Trainings, example
     assert {path.name for path in out.iterdir()} >= FILES | {"trace.json.gz", "profile.png"}
     assert [len(step["ranks"]) for step in found["profile"]["steps"]] == [2, 2]
     assert newest_step(out) == found["steps"]
+    assert found["arguments"]["epochs"] == found["epochs"]
+    assert found["arguments"]["lr"] > 0, "the value that was used, also where the flag was left out"
 
 
 @pytest.mark.smoke
@@ -95,7 +97,7 @@ def test_on_gpus_it_trains_as_on_a_cpu(programs: Programs, trainings: Trainings,
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
         words = (*trainings.words(example), "--device", "cuda", "--out", out)
-        programs.run(*words, *(("--nproc", ranks) if ranks > 1 else ()), cwd=trainings.code(example), env=env)
+        programs.run(*words, *(("--nproc", ranks) if ranks > 1 else ()), cwd=trainings.code, env=env)
         assert (result(out)["device"], result(out)["world_size"]) == ("cuda", ranks)
         assert_allclose(losses(out)[:10], losses(trainings.out(example, 1))[:10], rtol=1e-3, atol=1e-5)
 
@@ -105,17 +107,39 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     programs: Programs, trainings: Trainings, tmp_path: Path, example: str, eventually: Eventually
 ) -> None:
     run = (*trainings.words(example), "--nproc", 2, "--resume", "auto", "--out", tmp_path)
-    process = programs.start(*run, cwd=trainings.code(example))
+    process = programs.start(*run, cwd=trainings.code)
     eventually(lambda: newest_step(tmp_path) >= 6, 60, "step 6")
     os.killpg(process.pid, signal.SIGKILL)
     programs.kill()
     process.communicate()
     killed_at, steps = newest_step(tmp_path), result(trainings.out(example, 2))["steps"]
     assert killed_at < steps, "it was to be killed in the middle"
-    done = programs.run(*run, cwd=trainings.code(example))
+    done = programs.run(*run, cwd=trainings.code)
     assert f"at step {killed_at}\n" in done.stdout
     assert result(tmp_path)["parameter_hash"] == result(trainings.out(example, 2))["parameter_hash"]
     assert losses(tmp_path) == losses(trainings.out(example, 2))
+
+
+@each_example
+def test_another_seed_and_weights_to_start_from(
+    programs: Programs, trainings: Trainings, tmp_path: Path, example: str
+) -> None:
+    """`--seed` changes the order of the samples, and `--init` starts where another run has ended."""
+    before = trainings.out(example, 1)
+    weights = next(before / name for name in ("best.safetensors", "model") if (before / name).exists())
+    flags = ("--seed", 7, "--init", weights, "--limit-steps", 1, "--out", tmp_path)
+    words = list(trainings.words(example))
+    if weights.name == "model":  # of transformers: the folder says how large it is
+        position = words.index("--hidden")
+        del words[position : position + 2]
+    done = programs.run(*words, *flags, cwd=trainings.code)
+    if weights.name != "model":
+        assert f"weights of {weights} loaded\n" in done.stdout
+    if example != "gan_ddp":  # whose losses are those of two networks against each other
+        assert losses(tmp_path)[0] < sum(losses(before)[:3]) / 3
+    orders = [accounted(out)[0][: result(tmp_path)["global_batch"]] for out in (tmp_path, before)]
+    assert len(orders[0]) == len(orders[1]) > 1
+    assert set(orders[0]) != set(orders[1])
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])

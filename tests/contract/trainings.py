@@ -7,7 +7,7 @@ from pathlib import Path
 from tests import warm
 from tests.conftest import Programs
 from tests.make_data import draw_folder
-from tests.runs import SMALL_RESNET, tiny_imagenet
+from tests.runs import RECORD, SMALL_RESNET, tiny_imagenet
 
 warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
 FOLDER = "FOLDER"  # stands for a folder of small images
@@ -36,8 +36,9 @@ class Trainings:
     folder: Path
 
     def __post_init__(self) -> None:
-        # imagenet_ddp without BatchNorm, which sees the samples of one rank only; a pipeline with small checkpoints
-        tiny_imagenet(self.folder / "code", SMALL_RESNET)
+        # imagenet_ddp without BatchNorm, which sees the samples of one rank only; a pipeline with small checkpoints;
+        # and every rank notes its samples
+        tiny_imagenet(self.folder / "code", SMALL_RESNET, RECORD)
         draw_folder(self.folder / FOLDER, train=101, val=23, size=40)
 
     def words(self, example: str) -> tuple[object, ...]:
@@ -45,9 +46,10 @@ class Trainings:
         flags = (self.folder / FOLDER if flag == FOLDER else flag for flag in EXAMPLES[example])
         return ("-m", f"examples.{example}", *flags, "--precision", "fp32", "--threads", 1, "--checkpoint-every", 3)
 
-    def code(self, example: str) -> Path | None:
+    @property
+    def code(self) -> Path:
         """The folder to start from."""
-        return self.folder / "code" if example in ("imagenet_ddp", "resnet_pipeline") else None
+        return self.folder / "code"
 
     def out(self, example: str, nproc: int, torchrun: bool = False) -> Path:
         """What a training with so many ranks has left."""
@@ -69,4 +71,4 @@ class Trainings:
         ranks = () if torchrun or nproc == 1 else ("--nproc", nproc)
         ranks += ("--profile", 2) * (not torchrun and nproc == 2)  # which changes nothing of what is compared
         words = (*start, *self.words(example), *ranks, "--out", out)
-        return self.programs.start(*words, cwd=self.code(example))
+        return self.programs.start(*words, cwd=self.code)

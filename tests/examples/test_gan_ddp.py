@@ -210,8 +210,11 @@ def test_the_contract(undisturbed: Result) -> None:
     }
     assert {name: undisturbed[name] for name in expected} == expected
     out = undisturbed["out"]
-    generator = Generator(8, 32)
-    generator.load_state_dict(load_file(out / "best.safetensors"))
+    generator, both = Generator(8, 32), load_file(out / "best.safetensors")
+    prefix = "generator."
+    assert {name.partition(".")[0] for name in both} == {"generator", "discriminator"}, "to go on from, by --init"
+    own = {name.removeprefix(prefix): tensor for name, tensor in both.items() if name.startswith(prefix)}
+    generator.load_state_dict(own)
     with torch.no_grad():
         made = generator(noise(1000, 32, 0, 0, 0))
     data = digits()

@@ -35,8 +35,10 @@ from tests.machine import here
 from tests.make_data import draw_folder
 from tests.runs import (
     NO_GPU,
+    RECORD,
     TINY,
     Eventually,
+    accounted,
     check_predictions,
     losses,
     mutated,
@@ -198,6 +200,35 @@ def test_a_static_graph_is_resumed_bit_for_bit(programs: Programs, tmp_path: Pat
     programs.run(*flags, "--resume", middle, "--out", tmp_path / "resumed", cwd=tiny)
     hashes = {result(tmp_path / out)["parameter_hash"] for out in ("whole", "resumed")}
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_dropout_is_resumed_bit_for_bit(programs: Programs, tmp_path: Path, folder: Path, workers: int) -> None:
+    """In the middle of an epoch: neither loaders nor evaluation draw from the generator that dropout draws from."""
+    dropout = ("examples/imagenet_ddp/recipe.py", "nn.Flatten(), nn.Linear", "nn.Flatten(), nn.Dropout(), nn.Linear")
+    code = tiny_imagenet(tmp_path / "code", dropout)
+    flags = (*TRAIN, "--nproc", 2, *FLAGS, "--epochs", 2, "-j", workers, folder)
+    programs.run(*flags, "--checkpoint-every", 4, "--keep", 9, "--out", tmp_path / "whole", cwd=code)
+    middle = next((tmp_path / "whole/checkpoints").glob("step-00000004-*"))
+    programs.run(*flags, "--resume", middle, "--out", tmp_path / "resumed", cwd=code)
+    hashes = {result(tmp_path / out)["parameter_hash"] for out in ("whole", "resumed")}
+    assert len(hashes) == 1
+
+
+def test_a_later_start_has_the_order_and_rate_of_its_epoch(
+    programs: Programs, tmp_path: Path, folder: Path, undisturbed: dict[int, Path]
+) -> None:
+    """--start-epoch: the last two of five epochs are those of a run that has made all five."""
+    code = tiny_imagenet(tmp_path / "code", RECORD)
+    programs.run(*TRAIN, *FLAGS, "--start-epoch", 3, "--out", tmp_path / "out", folder, cwd=code)
+    assert accounted(tmp_path / "out") == {epoch: order(epoch, 101) for epoch in (3, 4)}
+    assert result(tmp_path / "out")["steps"] == 18
+    rates = [
+        [record["lr"] for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "lr" in record]
+        for out in (undisturbed[1], tmp_path / "out")
+    ]
+    assert len(rates[0]) == 5
+    assert rates[1] == rates[0][3:]
 
 
 def test_cache_accumulation_and_ddp_options_change_nothing_that_they_should_not(
@@ -364,6 +395,10 @@ def test_real_photographs_are_learned(programs: Programs, tmp_path: Path, real_d
         (["--nproc", 2, "-j", 1, "BROKEN"], r"BROKEN/train/\S+ cannot be used \(it is truncated\): .* --skip-broken"),
         (["--nproc", 2, "--cache", "CACHE", "BROKEN"], r"BROKEN/train/\S+ cannot be used \(it is truncated\)"),
         (["-b", 5, "--image-size", 32, "DIR"], "the last batch of an epoch brings a rank 1 sample"),
+        (  # of the 6 images, in backward passes of 5
+            ["-b", 10, "--accumulate", 2, "--image-size", 32, "DIR"],
+            "the last batch of an epoch brings a rank 1 sample",
+        ),
         (["-e", "--resume", "auto", "DIR"], "out holds no checkpoint to evaluate"),
         (["-e", "DIR"], "--evaluate needs weights: give --resume auto"),
     ],
@@ -378,6 +413,7 @@ def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[o
     line = done.stderr.replace(NO_GPU, "")
     assert re.fullmatch(rf"error: .*{words}.*\n", line), line
     assert not (tmp_path / "out" / "result.json").exists()
+    assert newest_step(tmp_path / "out") == 0, "before the first step"
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,22 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     assert losses(tmp_path) == losses(whole)
 
 
+@pytest.mark.parametrize("flags", [(), ("--nproc", 2)])
+def test_ctrl_c_twice_within_a_second_still_saves(
+    programs: Programs, tmp_path: Path, jobs: Jobs, flags: tuple[object, ...], eventually: Eventually
+) -> None:
+    """As fingers do; a second one later means not to wait."""
+    job = jobs["mnist_ddp_spawn"]
+    process = programs.start(*job.endless, *flags, "--out", tmp_path, cwd=job.code)
+    eventually(lambda: newest_step(tmp_path) >= 3, 60, "step 3")
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    done = programs.finish(process, 130)
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    assert line == f"stopped by SIGINT: checkpoint at step {newest_step(tmp_path)}; go on with --resume auto"
+
+
 @pytest.mark.parametrize(("program", "nproc"), IN_TURN)
 def test_a_full_disk_is_named(
     programs: Programs, disk: Path, jobs: Jobs, program: str, nproc: int, eventually: Eventually

@@ -5,13 +5,15 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common.launch.errors import UserError
-from examples.bert_dp.trainer_checkpoints import SEAL, check_best, damage_of, seal
+from examples.bert_dp.trainer_checkpoints import SEAL, check_best, choose, damage_of, seal
 from tests.conftest import Programs
 from tests.faults.jobs import NPROC, Jobs
 from tests.runs import losses, newest_step, result
@@ -82,6 +84,66 @@ def test_killed_while_saving_no_half_written_checkpoint_is_taken(programs: Progr
     assert whole + cut == 40
     assert cut > 5, "the kills did not hit a save"
     assert whole > 0, "no save was finished"
+
+
+def test_a_checkpoint_is_complete_on_every_rank_before_it_is_sealed(
+    programs: Programs, tmp_path: Path, jobs: Jobs
+) -> None:
+    """Rank 1 writes its random state a second after rank 0 has come to the seal."""
+    parts = "examples/bert_dp/trainer_parts.py"
+    late = (
+        "class ReportCallback(",
+        "def late(trainer, output_dir, write=Trainer._save_rng_state):\n"
+        "    import time\n"
+        "    time.sleep(dist.get_rank())\n"
+        "    write(trainer, output_dir)\n"
+        "Trainer._save_rng_state = late\n\n\n"
+        "class ReportCallback(",
+    )
+    words = (*jobs[TRAINER].words, "--epochs", 1, "--nproc", 2, "--out", tmp_path)
+    programs.run(*words, cwd=jobs.broken("late", (parts, *late)))
+    (sealed,) = (tmp_path / "checkpoints").glob(f"checkpoint-*/{SEAL}")
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= json.loads(sealed.read_text())["digests"].keys()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one process, in this one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_restarted_workers_go_on_from_the_newest(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although --resume names an older one: it was for the first start, and they have gone on since."""
+    folder = copied / "checkpoints"
+    steps = sorted(int(path.parent.name.split("-")[1]) for path in folder.glob(f"checkpoint-*/{SEAL}"))
+    older, config = (
+        folder / f"checkpoint-{steps[0]}",
+        json.loads((folder / f"checkpoint-{steps[0]}" / SEAL).read_text()),
+    )
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for resume in (str(older), "auto", "no"):
+        found = choose(folder, resume, config["config"])
+        assert found
+        assert found.step == steps[-1]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    found = choose(folder, str(older), config["config"])
+    assert found
+    assert found.step == steps[0], "at the first start it is taken"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("change", ["new", "gone"])
+def test_a_setting_that_is_new_or_gone_is_named(copied: Path, change: str) -> None:
+    folder = copied / "checkpoints"
+    config = json.loads((folder / f"checkpoint-{newest_step(copied)}" / SEAL).read_text())["config"]
+    was, now = ("None", "5") if change == "new" else (str(config.pop("hidden")), "None")
+    config |= {"colour": 5} if change == "new" else {}
+    name = "colour" if change == "new" else "hidden"
+    with pytest.raises(UserError, match=rf"was made with {name} = {was}, this run has {now}: give the same flags"):
+        choose(folder, "auto", config)
 
 
 class Payload:
