@@ -135,6 +135,47 @@ def test_no_documented_command_is_refused(
     assert refused == {}
 
 
+def ranks_of_jobs(commands: list[Command]) -> dict[str, tuple[list[int], int]]:
+    """Of each job of several nodes that is written down node by node: all its ranks, and the size of its world."""
+    jobs: dict[str, tuple[list[int], int]] = {}
+    for given in commands:
+        # one line for all nodes: a letter, or a rendezvous that numbers them
+        if not re.search(r"--(node-)?rank \d", given.text):
+            continue
+        args = arguments(given)
+        assert args is not None, given.text
+        if "torchrun" in given.launcher:
+            words = dict(zip(given.launcher, given.launcher[1:], strict=False))
+            node, count = int(words["--node-rank"]), int(words["--nproc-per-node"])
+            first, size = node * count, count * int(words["--nnodes"])
+        else:
+            here = resolve(args.launch, {}, lambda: 4)
+            first, count, size = here.rank, here.local_world_size, here.world_size
+        job = re.sub(r" --(node-)?rank \d+| --out \S+", "", given.text)
+        ranks, _ = jobs.setdefault(job, ([], size))
+        ranks += range(first, first + count)
+    return jobs
+
+
+def test_every_rank_of_a_job_of_several_nodes_is_started() -> None:
+    """Once, also by commands that cannot be run here: a job that lacks a node waits for it."""
+    jobs = ranks_of_jobs(documented())
+    assert sum(size > 1 for _, size in jobs.values()) >= 5
+    assert {job: ranks for job, (ranks, size) in jobs.items() if sorted(ranks) != list(range(size))} == {}
+
+
+@pytest.mark.parametrize("lines", [(0,), (0, 0), (1, 2)])
+def test_a_missing_or_repeated_node_is_seen(lines: tuple[int, ...]) -> None:
+    by_hand = "python -m examples.mnist_ddp_spawn --nproc 4 --world-size 2 --rank {} --dist-url tcp://HOST0:29500"
+    torchrun = "torchrun --nnodes 2 --nproc-per-node 4 --node-rank {} --master-addr HOST0 -m examples.bert_dp"
+    for text in (by_hand, torchrun):
+        if text is by_hand and 2 in lines:
+            continue  # refused by itself
+        commands = list(filter(None, (command(text.format(number)) for number in lines)))
+        ((ranks, size),) = ranks_of_jobs(commands).values()
+        assert sorted(ranks) != list(range(size)) == list(range(8))
+
+
 def least(given: Command) -> int:
     """The devices that a command needs because it names them."""
     return max(
