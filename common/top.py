@@ -45,11 +45,13 @@ def main() -> None:
         job = ask.Job.of(args.folder)
     except UserError as error:
         fail(error)
+    print(job.asked(args.folder, f"every {args.every:g} s"), flush=True)
     before, shown = job.everybody(), 0
     while args.times == 0 or shown < args.times:
         time.sleep(args.every)
         states = job.everybody()
         if all(state.get("silent") == "gone" for state in states):
+            print("all ranks have ended")
             return
         home = "\033[H\033[2J" if sys.stdout.isatty() else ""
         print(f"{home}{live(states, before)}", flush=True)

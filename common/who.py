@@ -32,6 +32,7 @@ def main() -> None:
         job = ask.Job.of(args.folder)
     except UserError as error:
         fail(error)
+    print(job.asked(args.folder, "twice"), flush=True)
     before = job.everybody()
     time.sleep(0.5)
     print(report_of(job.everybody(), before))

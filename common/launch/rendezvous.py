@@ -26,6 +26,7 @@ from common.launch.who import watcher
 Member = dict[str, Any]
 JOB = "job://"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+PATIENCE = 5.0  # seconds; whoever waits longer says so
 joined: dist.Store | None = None
 """The store of this process's job, after it has joined."""
 
@@ -69,7 +70,7 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
     listening, me["who"] = watcher.listen(here.loopback, here.host, here.port)
     members = [me]
     if not alone:
-        store, members = _muster(store, me, rank, size, timeout.total_seconds())
+        store, members = _muster(store, me, rank, size, timeout.total_seconds(), _advice(here))
     if size > 1:  # of several nodes, one that came later counts fewer
         os.environ[RESTARTS] = str(max(member["attempt"] for member in members))
     neighbours = sum(member["machine"] == me["machine"] for member in members)
@@ -81,6 +82,19 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
 
 
 register_rendezvous_handler(JOB.partition(":")[0], _handler)
+
+
+def _advice(here: place.Place) -> str:
+    """What to do when ranks are missing."""
+    if here.num_nodes == 1:
+        return "Start the others, or give a longer --timeout"
+    counted = "--nnodes, which is --world-size here and counts nodes, not processes"
+    wrong = "--nnodes" if here.launched else counted
+    return (
+        f"This is node {here.node_rank} of {here.num_nodes}; they meet at "
+        f"{place.address(here.host, here.port)}. Start the others with this address, correct "
+        f"{wrong}, or give a longer --timeout"
+    )
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:
@@ -108,24 +122,30 @@ def _await_host(host: str, port: int, seconds: float) -> None:
 
     A store that waits by itself prints tracebacks of C++ while it does.
     """
-    deadline = time.monotonic() + seconds
+    began, told = time.monotonic(), os.environ.get("LOCAL_RANK", "0") != "0"
+    deadline = began + seconds
     while True:
         try:
             left = max(0.1, deadline - time.monotonic())
             socket.create_connection((host, port), timeout=left).close()
         except OSError as error:
+            why = error.strerror or error
+            if not told and time.monotonic() > began + PATIENCE:
+                told = True
+                print(f"waiting for the first node, {place.address(host, port)}: {why}", flush=True)
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue
             raise Absent(
                 f"the first node, {place.address(host, port)}, cannot be reached within "
-                f"{seconds:g} s ({error}): start it, and check its name, the port and the firewall"
+                f"{seconds:g} s ({why}): start it there, and check its name, the port and the "
+                f"firewall; if this is the only node, leave out --nnodes (or --world-size)"
             ) from None
         return
 
 
 def _muster(
-    store: dist.Store, me: Member, rank: int, size: int, seconds: float
+    store: dist.Store, me: Member, rank: int, size: int, seconds: float, advice: str = ""
 ) -> tuple[dist.Store, list[Member]]:
     """Wait until every rank has come, so that a missing one is named.
 
@@ -145,7 +165,7 @@ def _muster(
     """
     hellos = [f"hello/{other}" for other in range(size)]
     store.set(hellos[rank], json.dumps(me))
-    deadline, pause = time.monotonic() + seconds, 0.002
+    began, pause, told = time.monotonic(), 0.002, rank != 0
     world, answered, roll = "", "", list[Member]()
     while True:
         if rank == 0 and store.check(hellos):
@@ -164,13 +184,18 @@ def _muster(
                 _answer(store, world, rank, size)
             if store.check([f"{world}/complete"]):
                 return dist.PrefixStore(f"world-{world}", store), roll
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > seconds or (waited > PATIENCE and not told):
             signs = [_sign(world, other) for other in range(size)] if world else hellos
             missing = _missing(store, signs)
-            raise Absent(
-                f"{size - len(missing)} of {size} processes joined within {seconds:g} s; missing: "
-                f"rank {', '.join(map(str, missing))}. Start the others, or give a longer --timeout"
-            )
+            names = ", ".join(map(str, missing))
+            if waited > seconds:
+                raise Absent(
+                    f"{size - len(missing)} of {size} processes joined within {seconds:g} s; "
+                    f"missing: rank {names}. {advice}"
+                )
+            told = True
+            print(f"waiting for rank {names} of {size}, for up to {seconds:g} s", flush=True)
         time.sleep(pause)
         pause = min(0.5, 2 * pause)
 

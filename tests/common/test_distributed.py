@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from common.launch import cgroup
+from common.launch import cgroup, rendezvous
 from common.launch.errors import NOTES, UserError
 from common.launch.rendezvous import _missing, _muster
 from tests.conftest import Programs
@@ -426,14 +426,19 @@ def test_a_missing_node_is_named(programs: Programs, free_port: int) -> None:
     started = time.monotonic()
     done = programs.run(*JOBS, "place", *url, "--rank", 0, "--nproc", 2, code=2)
     assert time.monotonic() - started < here(2 + 10), "with starting"
-    assert done.stderr.startswith("error: 2 of 4 processes joined within 2 s; missing: rank 2, 3.")
+    assert done.stderr.startswith(
+        "error: 2 of 4 processes joined within 2 s; missing: rank 2, 3. "
+        f"This is node 0 of 2; they meet at 127.0.0.1:{free_port}. Start the others with this address, correct --nnodes"
+    )
     assert done.stderr.count("\n") == 1
 
 
 def test_a_missing_first_node_is_named(programs: Programs, free_port: int) -> None:
-    url = ("--dist-url", f"tcp://127.0.0.1:{free_port}", "--world-size", 2, "--timeout", 2)
+    url = ("--dist-url", f"tcp://127.0.0.1:{free_port}", "--world-size", 2, "--timeout", 6)
     done = programs.run(*JOBS, "place", *url, "--rank", 1, code=2)
-    assert done.stderr.startswith(f"error: the first node, 127.0.0.1:{free_port}, cannot be reached within 2 s")
+    assert done.stderr.startswith(f"error: the first node, 127.0.0.1:{free_port}, cannot be reached within 6 s")
+    assert "if this is the only node, leave out --nnodes" in done.stderr
+    assert f"waiting for the first node, 127.0.0.1:{free_port}: Connection refused\n" in done.stdout
     assert done.stderr.count("\n") == 1
 
 
@@ -461,12 +466,17 @@ def joined(store: dist.Store, members: list[tuple[Member, int, int]], seconds: f
         return list(pool.map(one, members))
 
 
-def test_restarted_ranks_do_not_meet_the_dead() -> None:
+def test_restarted_ranks_do_not_meet_the_dead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the same store, whatever each agent counted, and however many they were before."""
     store = dist.HashStore()
     worlds = [joined(store, [member(rank, 3, 0) for rank in range(3)])]
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
     with pytest.raises(UserError, match=r"2 of 3 processes joined within 0\.3 s; missing: rank 2"):
         joined(store, [member(0, 3, 1), member(1, 3, 1)], 0.3)  # what rank 2 wrote is there, itself it is not
+    assert capsys.readouterr().out == "waiting for rank 2 of 3, for up to 0.3 s\n", "by rank 0 alone, once"
+    monkeypatch.undo()
     # rank 2 is on a node that came later
     worlds.append(joined(store, [member(0, 3, 1), member(1, 3, 2), member(2, 3, 0)]))
     worlds.append(joined(store, [member(0, 2, 3), member(1, 2, 3)]))  # a node is gone

@@ -164,7 +164,8 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     job = programs.start(*run, log=log)
     eventually((out / "best.safetensors").exists, 60, "an epoch")
     eventually(lambda: says(programs, out).endswith("the run makes progress: no rank hangs\n"), 60, "a healthy run")
-    ranks = programs.run("-m", "common.top", out, "--times", 2).stdout.splitlines()
+    reads, *ranks = programs.run("-m", "common.top", out, "--times", 2).stdout.splitlines()
+    assert reads == f"asking the 2 ranks of {out}/ranks.json, every 1 s ..."
     assert [line.split()[0] for line in ranks] == ["rank", "0", "1"] * 2
     step, loss, speed = ranks[-1].split()[2:5]
     assert int(step) > 12

@@ -38,6 +38,11 @@ class Job:
                 f"{folder}: no run is in progress there ({FILE} is missing): give a run's --out"
             ) from None
 
+    def asked(self, folder: Path, how_often: str) -> str:
+        """The line with which a program begins: what it reads, whom it asks, how often."""
+        ranks = f"{len(self.ranks)} rank{'s' if len(self.ranks) > 1 else ''}"
+        return f"asking the {ranks} of {folder / FILE}, {how_often} ..."
+
     def everybody(self) -> list[State]:
         """What each rank says of itself, in rank order."""
         return everybody(self.ranks, self.token)
