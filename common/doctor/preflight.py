@@ -1,4 +1,4 @@
-"""Preflight of a machine, a container or a whole job: what would fail, and what to do about it.
+"""Check a machine, a container or a whole job: what would fail, and what to do about it.
 
     python -m common.doctor                                      # this machine, one process
     python -m common.doctor --nproc 2 --out runs --data DIR      # may both read and write?

@@ -116,12 +116,12 @@ def _sentences(cls: type) -> dict[str, str]:
 
 
 def help_text(cls: type, command: str, description: str, default: Any = None) -> str:
-    """What `--help` prints: the command as it is typed, the first flags, then all others.
+    """What `--help` prints: what the program does, the command as it is typed, the flags.
 
     Args:
         cls: the flags.
         command: what the user types before them.
-        description: the text above them.
+        description: the text above them; its first line says what the program does.
         default: as in `flags_of`.
     """
     flags = list(flags_of(cls, default))
@@ -137,7 +137,9 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
         for flag in flags
         if flag.positional
     )
-    lines = [f"usage: {command}{where} [flags]", "", *description.strip().splitlines()]
+    does, _, more = description.strip().partition("\n")
+    lines = [does, "", f"usage: {command}{where} [flags]"]
+    lines += ["", *more.strip("\n").splitlines()] if more.strip() else []
     for title, members in sections.items():
         lines += ["", f"{title}:", *(line for flag in members for line in _entry(flag))]
     return "\n".join([*lines, f"  {'-h, --help':{NAMES_WIDTH}}Show this help and exit.", ""])

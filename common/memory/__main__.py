@@ -4,7 +4,7 @@ from common.launch.args import fail, parse
 from common.launch.errors import UserError
 from common.memory.args import Args
 
-ABOUT = """What a training step needs, for each way to divide it over devices. Nothing is trained.
+ABOUT = """Estimate the memory of a training step, for each way to divide it over devices.
 
     python -m common.memory -a resnet50 -b 256 --optimizer sgd
     python -m common.memory -a bert --layers 24 --hidden 1024 --optimizer adamw --memory 16

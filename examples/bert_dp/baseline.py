@@ -1,4 +1,4 @@
-"""bert_dp: what a linear model makes of the same reviews. A BERT has to be better than this.
+"""bert_dp: train a linear model on the same reviews. A BERT has to be better than this.
 
     python -m examples.bert_dp.baseline             # the shipped reviews
     python -m examples.bert_dp.baseline --csv FILE  # takes seconds

@@ -1,4 +1,4 @@
-"""bert_dp: what a trained model says about a sentence, or about every row of a csv file.
+"""bert_dp: classify a sentence, or every row of a csv file, by a trained model.
 
     python -m examples.bert_dp.predict --text "房间干净，服务热情，下次还来。"
     python -m examples.bert_dp.predict --text "又脏又吵，再也不来了。" --pipeline

@@ -1,4 +1,4 @@
-"""bert_dp: sentiment of Chinese hotel reviews with `nn.DataParallel`, the loop written out.
+"""bert_dp: train BERT on Chinese hotel reviews with `nn.DataParallel`, the loop written out.
 
     python -m examples.bert_dp                                        # the shipped reviews, seconds
     python -m examples.bert_dp --csv ChnSentiCorp_htl_all.csv         # columns: label, review

@@ -1,4 +1,4 @@
-"""bert_dp: the same task by the Hugging Face `Trainer`, as its documentation has it.
+"""bert_dp: train on the same reviews by the Hugging Face `Trainer`, as its documentation has it.
 
 The Trainer chooses the parallelism itself: DataParallel over the CUDA devices that one process
 sees, DistributedDataParallel for several processes. `trainer_robust.py` is this program with exact

@@ -1,4 +1,4 @@
-"""bert_dp: the Hugging Face `Trainer` of `trainer.py`, made to survive interruptions.
+"""bert_dp: train by the Hugging Face `Trainer` of `trainer.py`, made to survive interruptions.
 
 It adds: resuming that gives the same bits, checkpoints that are checked before they are used, a
 common last step of all ranks after a signal, a loss that is right for unequal shares of a batch,

@@ -1,4 +1,4 @@
-"""gan_ddp: a GAN under DDP: one forward and one backward per network and iteration.
+"""gan_ddp: train a GAN under DDP: one forward and one backward per network and iteration.
 
     python -m examples.gan_ddp                                           # a world of one
     python -m examples.gan_ddp --nproc 2                                 # two processes

@@ -1,4 +1,4 @@
-"""imagenet_ddp: what a trained model says about an image, or about every image of a folder.
+"""imagenet_ddp: classify an image, or every image of a folder, by a trained model.
 
     python -m examples.imagenet_ddp.predict photo.jpg
     python -m examples.imagenet_ddp.predict FOLDER --out predictions.csv  # a row each

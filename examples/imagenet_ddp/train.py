@@ -1,4 +1,4 @@
-"""imagenet_ddp: any torchvision classification model on a folder of images.
+"""imagenet_ddp: train any torchvision classification model on a folder of images.
 
 The command lines of pytorch/examples `imagenet/main.py` work here, with GPUs or without.
 

@@ -1,4 +1,4 @@
-"""manual_allreduce_sgd: what a trained model says about an image, or about every image of a folder.
+"""manual_allreduce_sgd: classify an image, or every image of a folder, by a trained model.
 
     python -m examples.manual_allreduce_sgd.predict digit.png
     python -m examples.manual_allreduce_sgd.predict FOLDER --out predictions.csv  # a row each

@@ -1,4 +1,4 @@
-"""The smallest distributed program: fork processes, join them into a group, run, wait for them.
+"""Fork processes, join them into a group, run, wait for them: the smallest distributed program.
 
     python -m examples.manual_allreduce_sgd.run                # 2 processes
     python -m examples.manual_allreduce_sgd.run --nproc 4

@@ -1,4 +1,4 @@
-"""A tour of torch.distributed: what each rank holds before and after each call, checked.
+"""Show what each rank holds before and after each call of torch.distributed, and check it.
 
     python -m examples.manual_allreduce_sgd.tour                              # all, 4 processes
     python -m examples.manual_allreduce_sgd.tour --nproc 2 broadcast scatter  # some topics

@@ -1,4 +1,4 @@
-"""manual_allreduce_sgd: synchronous SGD whose ranks average their gradients by hand.
+"""manual_allreduce_sgd: train by synchronous SGD whose ranks average their gradients by hand.
 
     python -m examples.manual_allreduce_sgd --nproc 2                             # a ring by hand
     python -m examples.manual_allreduce_sgd --nproc 4 --algorithm shared-memory   # sends nothing

@@ -1,4 +1,4 @@
-"""mnist_dataparallel: what a trained model says about an image, or about every image of a folder.
+"""mnist_dataparallel: classify an image, or every image of a folder, by a trained model.
 
     python -m examples.mnist_dataparallel.predict digit.png
     python -m examples.mnist_dataparallel.predict FOLDER --out predictions.csv  # a row each

@@ -1,4 +1,4 @@
-"""mnist_dataparallel: one process, several devices: `nn.DataParallel`, and its eight steps by hand.
+"""mnist_dataparallel: train on several devices in one process: `nn.DataParallel`, and by hand.
 
 On CUDA devices torch's `nn.DataParallel` does the work; on the CPU, where it would silently use one
 replica only, the same steps written out in eight_steps.py, with one thread per replica.

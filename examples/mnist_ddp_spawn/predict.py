@@ -1,4 +1,4 @@
-"""mnist_ddp_spawn: what a trained model says about an image, or about every image of a folder.
+"""mnist_ddp_spawn: classify an image, or every image of a folder, by a trained model.
 
     python -m examples.mnist_ddp_spawn.predict digit.png
     python -m examples.mnist_ddp_spawn.predict FOLDER --out predictions.csv  # a row each

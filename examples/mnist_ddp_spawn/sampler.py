@@ -1,4 +1,4 @@
-"""Which rank gets which sample, in which epoch, and how predictions return to dataset order.
+"""Show which rank gets which sample, and how predictions return to dataset order.
 
     python -m examples.mnist_ddp_spawn.sampler              # 3 processes, 10 samples
     python -m examples.mnist_ddp_spawn.sampler --nproc 2 --samples 7

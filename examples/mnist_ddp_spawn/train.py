@@ -1,4 +1,4 @@
-"""mnist_ddp_spawn: data-parallel training; what makes it distributed is in this file.
+"""mnist_ddp_spawn: train a classifier of digits with DDP; every distributed step is in this file.
 
     python -m examples.mnist_ddp_spawn                        # a world of one
     python -m examples.mnist_ddp_spawn --nproc 2              # two processes

@@ -1,4 +1,4 @@
-"""ResNet-50 on two devices in one process: first one device at a time, then both, by micro-batches.
+"""Time ResNet-50 on two devices in one process: one device at a time, then both, by micro-batches.
 
 1. un-split: the model on one device.
 2. naive: the first half on one device, the second on another. One of them is always idle.

@@ -1,4 +1,4 @@
-"""resnet_pipeline: what a trained model says about an image, or about every image of a folder.
+"""resnet_pipeline: classify an image, or every image of a folder, by a trained model.
 
     python -m examples.resnet_pipeline.predict photo.jpg
     python -m examples.resnet_pipeline.predict FOLDER --out predictions.csv  # a row each

@@ -1,4 +1,4 @@
-"""Model parallelism in its smallest form: two layers on two devices, and who waits for whom.
+"""Time two layers on two devices, and who waits for whom: model parallelism in its smallest form.
 
 The first layer is on one device, the second on another. The input goes to the first, the
 activations move to the second, and the labels must be where the output is. (Data parallelism, the

@@ -1,4 +1,4 @@
-"""resnet_pipeline: a ResNet cut into stages, one per process, which all work at the same time.
+"""resnet_pipeline: train a ResNet cut into stages, one per process, which work at the same time.
 
 The batch is cut into micro-batches: a stage computes one while the next stage computes the one
 before. GPipe, 1F1B and interleaved 1F1B are written out in schedule.py and pipeline.py; `--engine

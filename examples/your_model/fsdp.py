@@ -104,7 +104,8 @@ def main(steps: int, checkpoint: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="FSDP2 in plain torch; start it by torchrun.")
+    typed = "torchrun --standalone --nproc-per-node 2 -m examples.your_model.fsdp"
+    parser = argparse.ArgumentParser(prog=typed, description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps to do")
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/fsdp"), help="a folder")
     arguments = parser.parse_args()

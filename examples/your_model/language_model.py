@@ -1,4 +1,4 @@
-"""your_model.language_model: the template with its four places changed: it learns to write.
+"""your_model.language_model: train a small GPT by the template, with its four places changed.
 
     python -m examples.your_model.language_model                  # a world of one
     python -m examples.your_model.language_model --nproc 2        # two processes

@@ -1,4 +1,4 @@
-"""your_model: a template for your own training; four marked places change, the rest can stay.
+"""your_model: train your own model: a template in which four marked places change.
 
     python -m examples.your_model                                 # a world of one
     python -m examples.your_model --nproc 2                       # two processes

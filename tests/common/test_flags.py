@@ -111,7 +111,10 @@ def test_help_and_mistakes_answer_without_heavy_imports(answers: Answers, progra
 
 def check_help(text: str, program: str) -> None:
     """As it is typed, in 80 columns but for the commands shown, six flags first, one default per flag, no Python."""
-    usage, flags = text.splitlines()[0], text.partition("\n\nCommon flags:\n")[2]
+    does, blank, usage = text.splitlines()[:3]
+    assert re.fullmatch(rf"{program.split('.')[1]}(\.\w+)?: (train|classify) .*\.", does)
+    assert blank == ""
+    flags = text.partition("\n\nCommon flags:\n")[2]
     assert re.fullmatch(rf"usage: python -m {program}( \[DIR\])? \[flags\]", usage)
     assert all(len(line) <= 80 for line in flags.splitlines())
     first = re.findall(r"^  (?:-\w, )?([\w-]+)", flags.partition("\n\n")[0], re.MULTILINE)
@@ -129,7 +132,8 @@ def check_help(text: str, program: str) -> None:
 def test_a_reader_of_the_help_may_leave(programs: Programs) -> None:
     command = f"{sys.executable} -m examples.mnist_ddp_spawn --help | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("usage: python -m examples.mnist_ddp_spawn [flags]\n", "")
+    assert re.fullmatch(r"mnist_ddp_spawn: train .*\n", done.stdout)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("program", STARTED)
@@ -148,6 +152,8 @@ def test_the_shared_programs_have_a_help(programs: Programs, program: str) -> No
     """With the command as it is typed, and without a word of Python's."""
     text = programs.run("-m", f"common.{program}", "--help").stdout
     where = {"compare": " [RUN ...]", "top": " DIR", "who": " DIR"}.get(program, "")
+    does, _, text = text.partition("\n\n")
+    assert re.fullmatch(r"(Check|Compare|Estimate|Show) .*\.", does)
     assert text.startswith(f"usage: python -m common.{program}{where} [flags]\n")
     assert not re.search(r"dataclasses|MISSING|object at", text)
 
