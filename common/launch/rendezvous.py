@@ -26,7 +26,7 @@ from common.launch.who import watcher
 Member = dict[str, Any]
 JOB = "job://"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-PATIENCE = 5.0  # seconds; whoever waits longer says so
+PATIENCE = 5.0  # seconds; a rank that waits longer says for whom
 joined: dist.Store | None = None
 """The store of this process's job, after it has joined."""
 
