@@ -7,6 +7,7 @@
 """
 
 import ast
+import logging
 import os
 import re
 from pathlib import Path, PurePosixPath
@@ -23,6 +24,7 @@ LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 EXAMPLE = re.compile(r"^\| \[`(\w+)`\]\(examples/.*?\) \| (.*?) \| !\[(.*?)\]\((.*?)\) \|$", re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^.*\]\(README(?:\.zh-CN)?\.md\).*\n", re.MULTILINE)  # the site's header links to it
+TOKEN = re.compile(r"<code>([^<>\s]{1,32})</code>")  # a name or a flag; it breaks nowhere
 SLUG = slugify(case="lower")  # as in mkdocs.yml
 AS_THEY_ARE = (".png", ".svg", ".jpg", ".gif", ".html")
 NAVIGATION: dict[str, list[dict[str, Any]]] = {
@@ -204,6 +206,7 @@ def folder_page(origin: str) -> tuple[str, set[str]]:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the navigation: `NAVIGATION`, a page per example, and the pages of docs/en that it does not name."""
     config.theme.static_templates.discard("404.html")  # for servers only
+    logging.getLogger("jieba").setLevel(logging.WARNING)  # it tells how it loads its words
     language = config.theme["language"]
     listed = [{"examples/index.md" if page == "examples" else page} for page in _pages(NAVIGATION[language])]
     named = set[str]().union(*listed)
@@ -263,5 +266,6 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     where = {"en": here, "zh": f"zh/{here}"} if config.theme["language"] == "en" else {"en": f"../{here}", "zh": here}
     for language, path in where.items():
         output = output.replace(f'href="#{language}"', f'href="{os.path.relpath(path, PurePosixPath(here).parent)}"')
+    output = TOKEN.sub(r'<code class="token">\1</code>', output)
     output = output.replace('data-md-component="source"', "")  # else the theme asks the repository's host for its stars
     return re.sub(r'<link rel="alternate"[^>]*>', "", output)

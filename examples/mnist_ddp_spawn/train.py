@@ -1,4 +1,4 @@
-"""mnist_ddp_spawn: train a classifier of digits with DDP; every distributed step is in this file.
+"""mnist_ddp_spawn: train a network on digits with DDP; every distributed step is in this file.
 
     python -m examples.mnist_ddp_spawn                        # a world of one
     python -m examples.mnist_ddp_spawn --nproc 2              # two processes
