@@ -149,3 +149,11 @@ def at_equal_accuracy(found: Found) -> float:
 def above_the_linear_model(found: Found) -> float:
     """How much more of the reviews BERT tells rightly after its last epoch."""
     return found["mean"]["BERT, last epoch"] - found["mean"]["linear model"]
+
+
+def lost(found: Found, way: str) -> float:
+    """By how much a way that sends less is less accurate than whole gradients."""
+    names = {"powersgd4": "powersgd, rank 4", "local15": "local-sgd, 15 steps"}
+    of = found["ways"]
+    whole, less = of["ring, fp32"]["medians"], of[names[way]]["medians"]
+    return whole["accuracy"] - less["accuracy"]

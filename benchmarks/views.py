@@ -4,6 +4,7 @@ A function takes the JSON of the result of its name and returns charts, by the n
 that shows them side by side. Optional parts of a result may be missing.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import median
@@ -282,3 +283,22 @@ def same_training(found: Found) -> Pictures:
     words = f"test accuracy: {'equal after every epoch' if equal else 'by epoch'}"
     losses = Curves(apart, "step", "loss of a batch", drawn["loss"], step, event)
     return {"same_training": [losses, Curves(words, "step", "share", drawn["accuracy"], step, "")]}
+
+
+def fewer_bytes(found: Found) -> Pictures:
+    """Errors against bytes; a line for each way, with a point for each of its settings."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for name, of in found["ways"].items():
+        kind = re.sub(r"(torch, )?(\S+?),? .*", r"\1\2", name)
+        middle = of["medians"]
+        point = middle["bytes_per_step"] / 1e3, 100 * (1 - middle["accuracy"])
+        points.setdefault(kind, []).append(point)
+    drawn = []
+    for (kind, of), colour in zip(points.items(), chain(COLOURS, COLOURS), strict=False):
+        xs, ys = zip(*sorted(of), strict=True)
+        drawn.append(Line(kind, xs, ys, colour))
+    middle = found["ways"]["powersgd, rank 4"]["medians"]
+    title = f"PowerSGD of rank 4: {middle['times_fewer_bytes']:.2g} times fewer bytes"
+    title += f", accuracy {middle['accuracy']:.1%}"
+    x = f"kB that each of {found['ranks']} ranks sends per step"
+    return {"fewer_bytes": [Lines(title, x, "errors on the test set, %", drawn)]}

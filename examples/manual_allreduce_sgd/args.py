@@ -10,7 +10,7 @@ from common.launch.errors import UserError
 from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, share
 from common.train.precision import Precision
 
-Algorithm = Literal[
+Synchronous = Literal[
     "per-parameter",
     "flat",
     "bucketed",
@@ -20,7 +20,19 @@ Algorithm = Literal[
     "shared-memory",
     "ddp",
 ]
-CAN_COMPRESS = ("flat", "bucketed", "ring", "fast-ring", "recursive-doubling")
+Algorithm = Literal[Synchronous, "local-sgd", "diloco"]
+HALVES = ("flat", "bucketed", "ring", "fast-ring", "recursive-doubling")
+CAN_COMPRESS = {"bf16": HALVES, "fp16": HALVES, "top-k": ("ring",), "powersgd": ("ring",)}
+
+ONLY_OF = {
+    "share": {"top-k"},
+    "matrix_rank": {"powersgd"},
+    "every": {"local-sgd", "diloco"},
+    "outer_lr": {"diloco"},
+    "outer_momentum": {"diloco"},
+    "bucket_mb": {"bucketed"},
+}
+"""Flags that would be ignored without these."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +41,18 @@ class Args:
 
     algorithm: Annotated[Algorithm, arg(aliases=["-a"])] = "ring"
     """How the gradients are averaged over the ranks (gradients.py)."""
-    compress: Literal["no", "bf16"] = "no"
-    """Send gradients in bfloat16: half the bytes, and an error of up to 2^-8 per partial sum."""
+    compress: Literal["no", "bf16", "fp16", "top-k", "powersgd"] = "no"
+    """Send fewer bytes: bf16 and fp16 half of them, the others a few percent (compress.py)."""
+    share: float = 0.01
+    """Of the gradient's elements, those that `top-k` sends."""
+    matrix_rank: Annotated[int, arg(metavar="N")] = 2
+    """Columns of the thin matrices that `powersgd` sends."""
+    every: Annotated[int, arg(metavar="STEPS")] = 8
+    """Steps between two meetings of `local-sgd` and `diloco`."""
+    outer_lr: float = 0.7
+    """Learning rate of `diloco`'s outer optimizer."""
+    outer_momentum: float = 0.9
+    """Momentum of `diloco`'s outer optimizer."""
     bucket_mb: float = 4.0
     """Size of a bucket of `bucketed`, in MB."""
     dataset: Annotated[str, IDX] = "digits"
@@ -63,9 +85,18 @@ class Args:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)
         at_least(1, checkpoint_every=self.checkpoint_every)
         at_least(0, lr=self.lr, seed=self.seed, bucket_mb=self.bucket_mb)
-        share(momentum=self.momentum)
-        if self.compress != "no" and self.algorithm not in CAN_COMPRESS:
+        at_least(1, every=self.every, matrix_rank=self.matrix_rank)
+        at_least(0, outer_lr=self.outer_lr, share=self.share)
+        share(momentum=self.momentum, outer_momentum=self.outer_momentum)
+        if self.share > 1:
+            raise UserError(f"--share {self.share:g}: give a number from 0 to 1")
+        for name, users in ONLY_OF.items():
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default and not {self.algorithm, self.compress} & users:
+                flag, whose = name.replace("_", "-"), " and ".join(sorted(users))
+                raise UserError(f"--{flag} is for {whose}: leave it out")
+        if self.algorithm not in CAN_COMPRESS.get(self.compress, (self.algorithm,)):
             raise UserError(
                 f"--compress {self.compress} does not go with {self.algorithm}: "
-                f"use {', '.join(CAN_COMPRESS)}"
+                f"use {', '.join(CAN_COMPRESS[self.compress])}"
             )

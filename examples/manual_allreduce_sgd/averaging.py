@@ -1,6 +1,7 @@
 """The simplest way to average gradients over the ranks, which the other files improve on."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,22 @@ class Averaging(ABC):
     @abstractmethod
     def average(self) -> None:
         """Make the gradient of each parameter the mean over the ranks. Every rank calls this."""
+
+    def after_step(self) -> None:  # noqa: B027 - of use to local.py only
+        """Called by every rank after each step of the optimizer."""
+
+    def end_epoch(self) -> None:  # noqa: B027
+        """Called by every rank before the model is evaluated."""
+
+    def gather_state(self) -> None:  # noqa: B027
+        """Called by every rank before a checkpoint is written, which rank 0 does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Go on with what a checkpoint holds. Every rank calls this."""
 
 
 class PerParameter(Averaging):

@@ -9,21 +9,62 @@
 | fast-ring | fast_ring.py | after backward |
 | shared-memory | shared_memory.py | after backward |
 | ddp | torch's DistributedDataParallel | while backward computes the rest |
+| ring, `--compress top-k`, `powersgd` | compress.py: of a part of them | after backward |
+| local-sgd, diloco | local.py: the models, not the gradients | every H steps |
 """
 
 from datetime import timedelta
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from common.launch.errors import UserError
 from examples.manual_allreduce_sgd.allreduce import backend, recursive_doubling, ring
+from examples.manual_allreduce_sgd.args import Args
 from examples.manual_allreduce_sgd.averaging import Averaging, Ddp, PerParameter
 from examples.manual_allreduce_sgd.buckets import Bucketed
+from examples.manual_allreduce_sgd.compress import PowerSgd, TopK
 from examples.manual_allreduce_sgd.fast_ring import FastRing
 from examples.manual_allreduce_sgd.flat import Flat, Shared
+from examples.manual_allreduce_sgd.local import DiLoCo, LocalSgd
 
 TIMEOUT = timedelta(minutes=2)
+WIRE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def chosen(
+    args: Args, model: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler
+) -> Averaging:
+    """What the flags name. Every rank calls this.
+
+    Args:
+        args: the flags.
+        model: the same on all ranks, parameters included.
+        optimizer: of its parameters.
+        scaler: of the loss.
+
+    Raises:
+        UserError: as `averaging`; or an overflow of scaled losses would spoil what is remembered.
+    """
+    remembers = args.compress in ("top-k", "powersgd") or args.algorithm in ("local-sgd", "diloco")
+    if scaler.is_enabled() and remembers:
+        raise UserError(
+            "--precision fp16: gradients that overflow would stay in what top-k, powersgd, "
+            "local-sgd and diloco remember; use --precision fp32 or bf16"
+        )
+    match args.algorithm, args.compress:
+        case "local-sgd", _:
+            return LocalSgd(model, optimizer, args.every)
+        case "diloco", _:
+            return DiLoCo(model, optimizer, args.every, args.outer_lr, args.outer_momentum)
+        case _, "top-k":
+            return TopK(model, args.share)
+        case _, "powersgd":
+            return PowerSgd(model, args.matrix_rank)
+        case algorithm, wire:
+            patience = args.launch.patience
+            return averaging(algorithm, model, WIRE[wire], args.bucket_mb, patience)
 
 
 def averaging(

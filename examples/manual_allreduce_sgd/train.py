@@ -5,10 +5,13 @@
     python -m examples.manual_allreduce_sgd --nproc 2 --algorithm bucketed        # during backward
     python -m examples.manual_allreduce_sgd --nproc 2 --algorithm ddp             # torch's
     python -m examples.manual_allreduce_sgd --nproc 2 --compress bf16             # half the bytes
+    python -m examples.manual_allreduce_sgd --nproc 2 --compress powersgd         # a few percent
+    python -m examples.manual_allreduce_sgd --nproc 2 --algorithm local-sgd       # every 8 steps
     torchrun --nproc-per-node 2 -m examples.manual_allreduce_sgd --algorithm ring
     python -m examples.manual_allreduce_sgd --multiprocessing-distributed         # all GPUs
 
-All algorithms, with any number of processes, train the same up to rounding.
+With any number of processes, all algorithms that send whole gradients train the same up to
+rounding.
 """
 
 import runpy
@@ -29,7 +32,7 @@ from common.launch.spawn import launch
 from common.train.evaluate import evaluate
 from common.train.run import Run
 from examples.manual_allreduce_sgd.args import Args
-from examples.manual_allreduce_sgd.gradients import averaging
+from examples.manual_allreduce_sgd.gradients import chosen
 from examples.manual_allreduce_sgd.partition import partition_dataset
 
 
@@ -74,11 +77,10 @@ def train(args: Args, device: torch.device) -> None:
     with Run(args, device, data, what=f"{args.algorithm}, {data}") as run:
         model = run.prepare(DigitNet(data.size, data.classes))
         broadcast_parameters(model)  # the ranks start from the same model, whatever they drew
-        wire = torch.bfloat16 if args.compress == "bf16" else torch.float32
-        patience = args.launch.patience
-        gradients = averaging(args.algorithm, model, wire, args.bucket_mb, patience)
         optimizer = SGD(model.parameters(), args.lr, args.momentum, fused=cuda)
-        run.resume(model=model, optimizer=optimizer)
+        gradients = chosen(args, model, optimizer, run.scaler)
+        parts = {"model": model, "optimizer": optimizer, "gradients": gradients}
+        run.resume(before_save=gradients.gather_state, **parts)
 
         for epoch in run.epochs(args.epochs):
             loader = partition_dataset(data, args.batch_size, args.seed, epoch, pin_memory=cuda)
@@ -97,9 +99,11 @@ def train(args: Args, device: torch.device) -> None:
                 gradients.average()  # by the chosen algorithm: the subject of this example
                 run.scaler.step(optimizer)
                 run.scaler.update()
+                gradients.after_step()  # local-sgd, diloco: average the models, every H steps
                 run.log(loss)
                 epoch_loss += loss_sum.detach()
                 epoch_samples += len(labels)
+            gradients.end_epoch()  # the same two: one model to evaluate
             losses = mean_losses(epoch_loss, epoch_samples)
             run.print0(f"{run.label}: mean loss of {losses}")
             run.end_epoch(evaluate(model, data.eval_loader(), data.classes, run.autocast))

@@ -6,7 +6,7 @@ Starting processes takes seconds, and so each job does all that its processes ca
 import contextlib
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -30,10 +30,10 @@ from common.train.log import Log
 from common.train.precision import Precision
 from common.train.run import Run
 from examples.manual_allreduce_sgd import allreduce, averaging, buckets, fast_ring, flat, train
-from examples.manual_allreduce_sgd.args import Algorithm
+from examples.manual_allreduce_sgd.args import Synchronous
 from tests.examples.manual_allreduce_checks import DTYPES, MUTATIONS, Case, Checker, altered, check_gradients
 
-WAYS = get_args(Algorithm)
+WAYS = get_args(Synchronous)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def options(args: Args, algorithm: Any, **others: Any) -> Any:
         epochs=3,
         batch_size=24,
         lr=0.1,
-        bucket_mb=0.02,
+        bucket_mb=0.02 if algorithm == "bucketed" else 4.0,
         checkpoint_every=4,
         out=args.folder / algorithm,
         amp=Precision("fp32"),
@@ -173,12 +173,17 @@ def cut(run: Run, loss: Tensor, original: Callable[[Run, Tensor], None] = Run.lo
 def resumes(args: Args) -> None:
     """Each algorithm: undisturbed, and cut off in the middle of an epoch and resumed."""
     for way in WAYS:
-        train.train(options(args, way), CPU)
-        out = args.folder / f"{way}-resumed"
-        with contextlib.suppress(CutOff), patch.object(Run, "log", cut):
-            train.train(options(args, way, out=out), CPU)
-        dist.barrier()
-        train.train(options(args, way, out=out, resume="auto"), CPU)
+        cut_off_and_resumed(args, way, way)
+
+
+def cut_off_and_resumed(args: Args, way: str, algorithm: str, **flags: Any) -> None:
+    """Train into the folder `way`; and, cut off in step 15 and resumed, into `way`-resumed."""
+    train.train(options(args, algorithm, out=args.folder / way, **flags), CPU)
+    out = args.folder / f"{way}-resumed"
+    with contextlib.suppress(CutOff), patch.object(Run, "log", cut):
+        train.train(options(args, algorithm, out=out, **flags), CPU)
+    dist.barrier()
+    train.train(options(args, algorithm, out=out, resume="auto", **flags), CPU)
 
 
 def orders(args: Args) -> None:
@@ -214,13 +219,18 @@ def main(place: Place, args: Args) -> None:
 @record
 def main_worker(local_rank: int, place: Place, args: Args) -> None:
     """One process of a job."""
+    run_job(JOBS, local_rank, place, args)
+
+
+def run_job(jobs: Mapping[str, Callable[[Args], None]], local_rank: int, place: Place, args: Args) -> None:
+    """Join, and do what the job's name says."""
     place.export(local_rank)
     dist.init_process_group("gloo", init_method=JOB, timeout=args.launch.patience)
     # Every example draws and writes these, and is tested for it: half a second for each of these many runs.
     # In these processes only: whoever imports this module keeps them.
     undrawn = patch.object(summary, "draw_curves", lambda *_: None)
     with undrawn, patch.object(Log, "write_events", lambda _: None):
-        JOBS[args.name](args)
+        jobs[args.name](args)
     dist.destroy_process_group()
 
 
