@@ -22,8 +22,8 @@ def gather_rows(own: Tensor) -> Tensor:
 def own_row(rows: Tensor) -> Tensor:
     """What this rank had when the rows [W, n] were gathered: [n].
 
-    If there were more or fewer ranks, each gets the mean of all rows: so the mean over the ranks,
-    which is what training goes on with, stays what it was.
+    If there were more or fewer ranks, each gets the mean of all rows: so the mean over the ranks
+    stays what it was.
     """
     if len(rows) == dist.get_world_size():
         return rows[dist.get_rank()]
