@@ -66,12 +66,15 @@ class MixedPrecision:
     @property
     def settings(self) -> dict[str, str | bool]:
         """What must be the same for a run to be resumed exactly."""
-        return {
+        settings: dict[str, str | bool] = {
             "device": self.device.type,
             "precision": self.name,
             "channels_last": self.channels_last,
             "compile": self.compile,
         }
+        if self.deterministic and self.device.type == "cuda":  # no difference on a CPU
+            settings["deterministic"] = True
+        return settings
 
     def autocast(self) -> torch.autocast:
         """A context in which matrix products and convolutions run in the chosen precision."""

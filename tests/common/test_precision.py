@@ -11,10 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from common.data.idx import digits
+from common.launch.args import parse
 from common.launch.errors import UserError
+from common.train import amp as amp_module
 from common.train.amp import MixedPrecision
 from common.train.checkpoint_files import latest
 from common.train.precision import Precision, PrecisionWithoutFp16
+from common.train.run import Run
+from examples.mnist_ddp_spawn.args import Args as MnistArgs
 from tests.conftest import Programs
 from tests.runs import result
 
@@ -61,6 +66,36 @@ def test_deterministic_is_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert BACKENDS.cudnn.deterministic
     assert not BACKENDS.cudnn.benchmark
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+@pytest.mark.usefixtures("alone")
+def test_resuming_compares_what_a_run_computes_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the flags come to, so that `auto` is the same as its choice."""
+    monkeypatch.setattr(amp_module, "require_compiler", lambda _: None)
+
+    def config(*flags: str) -> dict[str, Any]:
+        base = ["--out", str(tmp_path), "--device", "cpu", "--precision", "fp32"]
+        return Run(parse(MnistArgs, [*base, *flags]), CPU, digits()).config
+
+    before = config()
+    assert config("--channels-last", "no") == before, "what auto is in float32"
+    for flags, changed in (
+        (("--precision", "bf16", "--channels-last", "no"), {"precision": "bf16"}),
+        (("--channels-last", "yes"), {"channels_last": True}),
+        (("--compile",), {"compile": True}),
+        (("--deterministic",), {}),  # on the CPU it is no difference
+    ):
+        assert {name: value for name, value in config(*flags).items() if value != before[name]} == changed
+
+
+def test_resuming_compares_what_a_gpu_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    flags = Precision("fp32"), Precision("tf32"), Precision("fp32", deterministic=True)
+    before, rounded, repeatable = (MixedPrecision(flag, CUDA).settings for flag in flags)
+    assert before["device"] == "cuda"
+    assert rounded == before | {"precision": "tf32"}
+    assert repeatable == before | {"deterministic": True}
 
 
 def test_a_precision_that_the_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Programs
-from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TURNED, Job, Jobs
+from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TRAININGS, TURNED, Job, Jobs
 from tests.machine import here
 from tests.runs import Eventually, losses, newest_step, result
 
@@ -47,7 +47,10 @@ def newest(out: Path) -> Path:
 
 
 # Three ranks, and with two a program that averages gradients and one that hands on activations.
-HARD_LIVES = [*((program, 3) for program in PROGRAMS), ("mnist_ddp_spawn", 2), ("resnet_pipeline", 2)]
+HARD_LIVES = [
+    *((program, 3) for program in PROGRAMS),
+    *(("mnist_ddp_spawn", 2), ("resnet_pipeline", 2), ("gan_ddp", 3), ("mnist_dataparallel", 2)),
+]
 
 
 @pytest.mark.timed
@@ -83,7 +86,7 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     # That checkpoint is damaged: the one before it is used. SIGKILL of the agent: its workers end by themselves.
     damaged = newest(tmp_path)
     content = bytearray(damaged.read_bytes())
-    if PROGRAMS.index(program) % 2:
+    if list(TRAININGS).index(program) % 2:
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
     else:
         del content[chance.randrange(len(content)) :]
