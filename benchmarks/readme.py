@@ -23,8 +23,8 @@ disk. `make bench` measures again; `make report` makes this page and the report 
 
 """
 IMAGES = (
-    "{count:,} images of {median_width:.0f}x{median_height:.0f} pixels (median), "
-    "{mean_kib:.3g} KiB each"
+    "{count:,} JPEGs of {median_width:.0f}x{median_height:.0f} pixels (median), "
+    "{mean_kib:.3g} KiB each (mean)"
 )
 
 
@@ -40,7 +40,7 @@ def section(benchmark: Benchmark, found: Mapping[str, Any]) -> str:
     images = [
         part["images"] for part in measured(found).values() if isinstance(part.get("images"), dict)
     ]
-    lines += [f"Input: {IMAGES.format_map(one)}.\n" for one in images]
+    lines += [f"Measured on {IMAGES.format_map(one)}.\n" for one in images]
     for stem, drawn in benchmark.pictures(found).items():
         if (HERE / "results" / f"{stem}.png").exists():
             titles = "; ".join(chart.title for chart in drawn)

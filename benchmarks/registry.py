@@ -48,6 +48,17 @@ class Claim:
         except (IndexError, KeyError, TypeError, ValueError):  # ValueError: the least of nothing
             return None
 
+    def told(self, value: float) -> str:
+        """A value with its unit; a speed of once that of the other is as fast."""
+        if self.unit == "times" and self.goal.startswith("at least") and f"{value:.3g}" == "1":
+            return "as fast"
+        return f"{value:.3g} {self.unit}".strip()
+
+    @property
+    def aim(self) -> str:
+        """The goal in words."""
+        return self.goal.replace("at least 1 times", "at least as fast")
+
     def met(self, value: float) -> bool:
         """Whether a value meets the goal."""
         goal = float(self.goal.split()[2])

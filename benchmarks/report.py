@@ -120,10 +120,10 @@ def claims(results: Mapping[str, Any], known: Sequence[Benchmark]) -> Table:
         for claim in benchmark.claims:
             value = claim.measured(results.get(benchmark.result, {}))
             if value is None:
-                rows.append((claim.text, claim.goal, "-", "not measured"))
+                rows.append((claim.text, claim.aim, "-", "not measured"))
             else:
                 verdict = "met" if claim.met(value) else "NOT met"
-                rows.append((claim.text, claim.goal, f"{value:.3g} {claim.unit}".strip(), verdict))
+                rows.append((claim.text, claim.aim, claim.told(value), verdict))
     return Table("", ("claim", "goal", "measured", "verdict"), rows)
 
 

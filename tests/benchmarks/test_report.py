@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import all as every
 from benchmarks import charts, readme, report, views
-from benchmarks.registry import BENCHMARKS, Benchmark
+from benchmarks.registry import BENCHMARKS, Benchmark, Claim
 from tests.conftest import ROOT, Programs
 
 RESULTS = ROOT / "benchmarks/results"
@@ -183,3 +183,9 @@ def test_all_programs(programs: Programs, tmp_path: Path) -> None:
     assert html.count("<img") == 2
     wrong = programs.run("-m", "benchmarks.all", "--only", "nothing", code=2)
     assert "error: --only nothing: there are allreduce" in wrong.stderr
+
+
+def test_once_as_fast_is_said_in_words() -> None:
+    claim = Claim("ours against theirs", "at least 1 times", "ratio")
+    assert (claim.aim, claim.told(1.001), claim.told(1.5)) == ("at least as fast", "as fast", "1.5 times")
+    assert Claim("bytes", "at most 1 times", "ratio").told(1) == "1 times", "of a size, that would be wrong"
