@@ -261,6 +261,8 @@ def test_a_lost_stage_is_named_and_ends_all(
         (["--weights", "/dev/null"], "/dev/null cannot be read as weights"),
         (["--dataset", "k8s"], "k8s/train must be a folder with one folder of images per class"),
         (["-b", 3, "-m", 3], "BatchNorm cannot normalise over one value"),
+        # the epoch's last batch has 4 of the 40 images: micro-batches of 2, 1 and 1
+        (["-b", 12, "-m", 3], "BatchNorm cannot normalise over one value"),
         (["--nproc", 2, "--engine", "torch", "-m", 1], "--engine torch --schedule 1f1b --micro-batches 1"),
     ],
 )

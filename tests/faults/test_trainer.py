@@ -12,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.launch.args import parse
 from common.launch.errors import UserError
+from examples.bert_dp.args import RobustTrainerArgs, TrainerArgs
+from examples.bert_dp.trainer import training_arguments
 from examples.bert_dp.trainer_checkpoints import SEAL, check_best, choose, damage_of, seal
 from tests.conftest import Programs
 from tests.faults.jobs import NPROC, Jobs
@@ -144,6 +147,15 @@ def test_a_setting_that_is_new_or_gone_is_named(copied: Path, change: str) -> No
     name = "colour" if change == "new" else "hidden"
     with pytest.raises(UserError, match=rf"was made with {name} = {was}, this run has {now}: give the same flags"):
         choose(folder, "auto", config)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_seed_is_that_of_the_trainers_sampler(tmp_path: Path) -> None:
+    """With which it draws the order of the reviews."""
+    for cls in (TrainerArgs, RobustTrainerArgs):
+        args = parse(cls, ["--seed", "7", "--device", "cpu", "--out", str(tmp_path)])
+        given = training_arguments(args, torch.device("cpu"))
+        assert (given.seed, given.data_seed) == (7, None), "None: the same"
 
 
 class Payload:
