@@ -71,7 +71,7 @@ def table(args: Args, parts: Sequence[Part], units: Sequence[int]) -> Iterator[s
     by_ranks = {n: needs(parts, units, STATE[args.optimizer], n) for n in (2**k for k in range(11))}
     yield "".join(f"{column:>12}" for column in COLUMNS)
     for name, row in needs(parts, units, STATE[args.optimizer], args.ranks).items():
-        line = f"{name:12}" + "".join(f"{number / GIB:12.2f}" for number in row.values())
+        line = f"{name:12}" + "".join(f"{f'{number / GIB:.2f} GiB':>12}" for number in row.values())
         if args.memory is not None:
             room = args.memory * GIB
             first = next((n for n, rows in by_ranks.items() if rows[name]["sum"] <= room), None)
@@ -89,7 +89,7 @@ def main(args: Args) -> None:
     shape = "x".join(map(str, inputs.shape[1:]))
     print(
         f"{args.arch}: {count:,} parameters, {args.optimizer}, global batch {args.batch_size} of "
-        f"{shape}, {args.ranks} ranks, kernels of {args.device}; GiB on a rank:"
+        f"{shape}, {args.ranks} ranks, kernels of {args.device}; on a rank:"
     )
     for name, parts in measured.items():
         print(f"\n{name:12}" + "\n".join(table(args, parts, blocks(model))))

@@ -40,6 +40,12 @@ def greet(run: "Run") -> None:
         run.warn(warning)
     if run.amp.deterministic and cuda:
         run.warn("--deterministic makes CUDA kernels repeatable, and the run considerably slower")
+    samples = getattr(run.data, "facts", {}).get("train_samples", run.batch_size)
+    if run.batch_size > samples:
+        run.warn(
+            f"batch {run.batch_size:,} is larger than the training set ({samples:,} samples): "
+            f"an epoch is one step; give a smaller --batch-size"
+        )
     device = torch.cuda.get_device_name(run.device) if cuda else "cpu"
     shared = cuda and ranks_share_devices()
     count = f"{world_size} ranks share {used_devices()}" if shared else f"{world_size}"

@@ -38,8 +38,6 @@ def epoch_line(
     numbers.append(f"{SHORT.get(name, name)} {shown}")
     rate, unit = speed
     pace = [] if rate is None else [f"{rate:,.0f} {SHORT.get(unit, unit)}/s"]
-    bare = [] if rate is None else [f"{rate:,.0f}/s"]
     rest = [f"{duration(left)} left"] * (left > 0) + ["*best*"] * best
-    choices = ([*numbers, *pace, *rest], [*numbers, *bare, *rest], [*numbers[-2:], *bare, *rest])
-    lines = ["  ".join([label, *parts]) for parts in choices]
+    lines = ["  ".join([label, *numbers[n:], *pace, *rest]) for n in range(len(numbers))]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1])
