@@ -25,6 +25,17 @@ def backend() -> str:
     return "nccl" if "nccl" in str(dist.get_backend_config()) else str(dist.get_backend())
 
 
+def too_large(batch_size: int, data: Any) -> str:
+    """A warning, if the batch is larger than the data; otherwise nothing."""
+    samples = getattr(data, "facts", {}).get("train_samples", batch_size)
+    if batch_size <= samples:
+        return ""
+    return (
+        f"batch {batch_size:,} is larger than the training set ({samples:,} samples): "
+        f"an epoch is one step; give a smaller --batch-size"
+    )
+
+
 def greet(run: "Run") -> None:
     """Say in one line what a run uses. Every rank calls this.
 
@@ -40,12 +51,8 @@ def greet(run: "Run") -> None:
         run.warn(warning)
     if run.amp.deterministic and cuda:
         run.warn("--deterministic makes CUDA kernels repeatable, and the run considerably slower")
-    samples = getattr(run.data, "facts", {}).get("train_samples", run.batch_size)
-    if run.batch_size > samples:
-        run.warn(
-            f"batch {run.batch_size:,} is larger than the training set ({samples:,} samples): "
-            f"an epoch is one step; give a smaller --batch-size"
-        )
+    if warning := too_large(run.batch_size, run.data):
+        run.warn(warning)
     device = torch.cuda.get_device_name(run.device) if cuda else "cpu"
     shared = cuda and ranks_share_devices()
     count = f"{world_size} ranks share {used_devices()}" if shared else f"{world_size}"

@@ -16,6 +16,7 @@ from PIL import Image
 from common.compare.page import compare
 from common.compare.runs import grouped
 from common.train.curves import draw_curves, limits, spread
+from common.train.greet import too_large
 from common.train.lines import duration, epoch_line
 from common.train.log import Log
 from tests.conftest import ROOT, Programs
@@ -48,6 +49,12 @@ def test_an_epoch_is_a_line_of_80_columns() -> None:
 )
 def test_durations(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_a_batch_larger_than_the_data_is_said() -> None:
+    data = SimpleNamespace(facts={"train_samples": 1436})
+    assert too_large(2000, data).startswith("batch 2,000 is larger than the training set (1,436 samples): ")
+    assert (too_large(1436, data), too_large(5, object())) == ("", "")
 
 
 def test_one_outlier_does_not_flatten_a_curve() -> None:
