@@ -77,6 +77,15 @@ def test_another_name_of_val_is_found(tmp_path: Path, other: str, said: str) -> 
     )
 
 
+@pytest.mark.parametrize(("count", "more"), [(5, ""), (6, " ...")])
+def test_the_first_five_folders_beside_are_named(tmp_path: Path, count: int, more: str) -> None:
+    for number in range(count):
+        (tmp_path / str(number)).mkdir()
+    with pytest.raises(UserError) as error:
+        image_folders(tmp_path, 8, seed=0)
+    assert str(error.value).endswith(f"; {tmp_path} holds 0, 1, 2, 3, 4{more}")
+
+
 def test_what_is_there_in_place_of_train_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"CLASS/\*\.jpg; {tmp_path}/x/train holds cat, dog$"):
         image_folders(animals(tmp_path / "x") / "train", 8, seed=0)

@@ -161,6 +161,8 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
         ),
         # a SLURM allocation of one task does not decide the world
         ({"nproc": 2}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"launcher": "spawn", "world_size": 2}),
+        # a job's number alone is no task
+        ({}, {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "12345"}, {"launcher": "plain"}),
         # PET_* without torchrun
         (
             {},
