@@ -11,6 +11,7 @@ from torch.optim import Adam, AdamW
 
 from common.train.amp import MixedPrecision
 from common.train.precision import Precision
+from common.train.replicas import Replicas
 from examples.bert_dp.args import TextArgs
 from examples.bert_dp.fast_bert import FastClassifier
 from examples.bert_dp.model import prepare
@@ -38,6 +39,7 @@ class Recipe:
         batch_size: reviews per step.
         seed: of parameters and order.
         devices: for DataParallel; empty for the first device alone.
+        micro_batches: gradients are added up over so many parts of a batch.
 
     Attributes:
         total: steps of the whole run, for the learning rate.
@@ -49,7 +51,8 @@ class Recipe:
         text: TextArgs,
         batch_size: int,
         seed: int = 0,
-        devices: Sequence[int] = (),
+        devices: Sequence[torch.device] = (),
+        micro_batches: int = 1,
     ) -> None:
         names = list(STEPS)
         self.has = set(names[: names.index(name) + 1])
@@ -69,7 +72,9 @@ class Recipe:
         self.bert.to(self.device).train()
         precision = Precision("bf16" if BF16 in self.has else "fp32", channels_last="no")
         classifier = FastClassifier(self.bert, MixedPrecision(precision, self.device).autocast)
-        self.model = nn.DataParallel(classifier, devices) if devices else classifier
+        wrap = nn.DataParallel if self.device.type == "cuda" else Replicas  # torch's needs CUDA
+        self.model: nn.Module = wrap(classifier, devices) if devices else classifier
+        self.micro_batches = micro_batches
         fused: dict[str, Any] = {"weight_decay": 0.01, "fused": True} if FUSED in self.has else {}
         kind = AdamW if FUSED in self.has else Adam
         self.optimizer = kind(self.bert.parameters(), text.learning_rate, **fused)
@@ -97,7 +102,12 @@ class Recipe:
             group["lr"] = self.text.learning_rate * factor
         self.done += 1
         self.optimizer.zero_grad()
-        self.loss(chosen).backward()
+        if self.micro_batches == 1:
+            self.loss(chosen).backward()
+        else:
+            parts = (each.chunk(self.micro_batches) for each in self.batch(chosen))
+            for ids, labels in zip(*parts, strict=True):
+                (self.model(ids, labels).sum() / len(chosen)).backward()
         nn.utils.clip_grad_norm_(self.bert.parameters(), 1.0)
         self.optimizer.step()
         return len(chosen)
@@ -109,10 +119,15 @@ class Recipe:
             padding: Any = {"max_length": 128, "padding": "max_length", "truncation": True}
             inputs = self.tokenizer(texts, return_tensors="pt", **padding).to(self.device)
             return self.bert(**inputs, labels=self.labels[chosen].to(self.device)).loss
-        ids, labels = (tensor.to(self.device) for tensor in self.data.__getitems__(chosen)[:2])
+        ids, labels = self.batch(chosen)
         if OURS in self.has:
             return self.model(ids, labels).sum() / len(chosen)
         return F.cross_entropy(self.bert(ids, (ids != 0).long()).logits, labels)
+
+    def batch(self, chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token numbers [B, L], padded to the longest, and labels [B]."""
+        ids, labels, _ = self.data.__getitems__(chosen)
+        return ids.to(self.device), labels.to(self.device)
 
     def accuracy(self) -> float:
         """On the validation reviews, by the stock model."""

@@ -10,26 +10,36 @@ added one by one; all train the same model.
 
 * speed: sequences per second, whole steps from text (or stored tokens) to new parameters;
 * accuracy: of the naive and of the last recipe after the same epochs, with the same learning rates;
-* batch: DataParallel over all devices against one, by batch size (needs two CUDA devices).
+* batch: DataParallel against one device and against gradient accumulation on it, by batch size. On
+  a CPU a device is one core: one replica with one thread, or two replicas in threads. One replica
+  with all cores is measured there, too, which is what the program does without --replicas. Besides:
+  what copying the model and adding the gradients cost, and how far the mean of the replicas' means
+  is from the loss of the batch where their shares differ.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 import torch
 from tyro.conf import arg
 
 from benchmarks import harness
-from benchmarks.bert_recipes import BF16, NAIVE, OURS, Recipe, known_steps
+from benchmarks.bert_recipes import BF16, NAIVE, Recipe, device, known_steps
 from benchmarks.harness import Measurement, compare, earlier, facts, medians, ratios
 from benchmarks.ranks import wait_for_devices
+from common.launch.cgroup import cores
 from common.launch.errors import UserError
 from common.launch.flags import at_least
+from common.train.replicas import Replicas, reduce_gradients, replicate
 from examples.bert_dp.args import TextArgs
+
+ONE, ALL = "one device", "one device, all cores"
+ACCUMULATED, PARALLEL = "one device, micro-batches", "DataParallel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +62,10 @@ class Args(Measurement):
     """Steps of a sample (speed, batch)."""
     epochs: int = 2
     """Passes over the training reviews (accuracy)."""
+    batches: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
+    """Batch sizes (batch)."""
+    replicas: int = 2
+    """Replicas on a CPU; with GPUs it is their number (batch)."""
     seeds: int = 1
     """Trainings of each recipe, from other parameters and in another order (accuracy)."""
     lr: float = 5e-4
@@ -61,26 +75,39 @@ class Args(Measurement):
         super().__post_init__()
         at_least(1, steps=self.steps, epochs=self.epochs, seeds=self.seeds)
         at_least(1, batch_size=self.batch_size)
+        at_least(2, replicas=self.replicas, batches=min(self.batches, default=0))
 
-    def recipe(self, name: str, seed: int = 0, devices: Sequence[int] = ()) -> Recipe:
+    def recipe(self, name: str, seed: int = 0, **more: Any) -> Recipe:
         """One of the recipes, with these flags."""
         model: dict[str, Any] = {"layers": self.layers, "hidden": self.hidden, "lr": self.lr}
         text = TextArgs(csv=self.csv, vocab=self.vocab, **model)
-        return Recipe(name, text, self.batch_size, seed, devices)
+        return Recipe(name, text, self.batch_size, seed, **more)
 
 
-def measured(recipes: Mapping[str, Recipe], args: Args, base: str) -> dict[str, Any]:
-    """Sequences per second of each recipe, and the ratios to a base."""
+def measured(
+    recipes: Mapping[str, Recipe], args: Args, base: str, threads: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Sequences per second of each recipe, and the ratios to a base.
 
-    def block(recipe: Recipe) -> float:
+    Args:
+        recipes: by name.
+        args: the flags.
+        base: a name.
+        threads: of torch, by name; all have as many as torch has now if it is missing.
+    """
+    usual = torch.get_num_threads()
+
+    def block(name: str) -> float:
+        torch.set_num_threads(threads[name] if threads else usual)
         wait_for_devices()
         started = time.perf_counter()
-        reviews = sum(recipe.step() for _ in range(args.steps))
+        reviews = sum(recipes[name].step() for _ in range(args.steps))
         wait_for_devices()
         return round(reviews / (time.perf_counter() - started), 2)
 
-    programs = {name: partial(block, recipe) for name, recipe in recipes.items()}
+    programs = {name: partial(block, name) for name in recipes}
     samples = compare(programs, args.rounds, 1, lambda name, speed: f"{name}, {speed:.1f}/s")
+    torch.set_num_threads(usual)
     ratio = medians(ratios(samples, base), 2)
     return {"samples": samples, "sequences_per_second": medians(samples, 1), "ratio": ratio}
 
@@ -117,16 +144,76 @@ def measure_accuracy(args: Args) -> dict[str, Any]:
 
 
 def measure_batch(args: Args) -> dict[str, Any]:
-    """One device and DataParallel over all, for growing batches: when the second begins to pay."""
-    count, found = torch.cuda.device_count(), {}
-    if count < 2:
-        raise UserError(f"--part batch: there are {count} CUDA device(s); DataParallel needs two")
-    for size in (32, 64, 128, 256, 512):
-        wide = replace(args, batch_size=size)
-        parallel = wide.recipe(OURS, devices=range(count))
-        recipes = {"one device": wide.recipe(OURS), "DataParallel": parallel}
-        found[str(size)] = measured(recipes, wide, "one device")
-    return {"devices": count, "batches": found}
+    """One device, the same with two micro-batches, and DataParallel, for growing batches."""
+    first, cuda = device(), torch.cuda.is_available()
+    count = torch.cuda.device_count() if cuda else args.replicas
+    if count < 2 or (not cuda and cores() < count):
+        raise UserError(
+            f"--part batch: DataParallel needs {max(2, count)} devices (GPUs, or cores)"
+        )
+    devices = [torch.device("cuda", number) if cuda else first for number in range(count)]
+    torch.set_num_threads(count)  # the replicas on a CPU share these
+    last = list(known_steps())[-1]
+    recipes = {
+        ONE: args.recipe(last),
+        ACCUMULATED: args.recipe(last, micro_batches=count),
+        PARALLEL: args.recipe(last, devices=devices),
+    }
+    threads = dict.fromkeys(recipes, 1)
+    if not cuda:
+        recipes[ALL], threads[ALL] = args.recipe(last), count
+    found = {}
+    for size in args.batches:
+        for recipe in recipes.values():  # all take the same batches
+            recipe.batch_size, recipe.epoch = size, 0
+            recipe.batches = recipe.order()
+        wide = replace(args, steps=max(1, args.steps * 16 // size))
+        print(f"batch {size}, {wide.steps} step(s) a sample")
+        found[str(size)] = measured(recipes, wide, ONE, threads)
+    about = {"devices": list(map(str, devices)), "recipe": last, "batches": found}
+    parallel = recipes[PARALLEL]
+    if isinstance(parallel.model, Replicas):
+        about["exchange"] = exchange(parallel.model, args.rounds)
+    return about | {"unequal": unequal_shares(recipes[ONE], count)}
+
+
+def exchange(parallel: Replicas, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step that do not depend on the batch: the copies, and adding gradients."""
+    spent: dict[str, list[float]] = {"copies": [], "gradients": []}
+    parameters = list(parallel.module.parameters())
+    for _ in range(4 * rounds):
+        for replica in parallel.replicas:
+            for parameter in replica.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        works = (replicate, reduce_gradients)
+        for name, work in zip(spent, works, strict=True):
+            began = time.perf_counter()
+            work(parallel.replicas)
+            spent[name].append(round(1e3 * (time.perf_counter() - began), 3))
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return {
+        "milliseconds": medians(spent, 2),
+        "samples": spent,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "copy_mb": round(size / 1e6, 1),
+    }
+
+
+@torch.inference_mode()
+def unequal_shares(recipe: Recipe, count: int, batch: int = 5) -> dict[str, Any]:
+    """How far the mean of the replicas' means is from the loss, as a share of it."""
+    errors = []
+    for chosen in torch.arange(100 * batch).split(batch):
+        ids, labels = recipe.batch(chosen.tolist())
+        parts = zip(ids.chunk(count), labels.chunk(count), strict=True)
+        means = [recipe.model(part, targets).sum() / len(targets) for part, targets in parts]
+        loss = recipe.model(ids, labels).sum() / len(labels)
+        errors.append(abs(float(torch.stack(means).mean() / loss) - 1))
+    about = {"batch": batch, "replicas": count, "batches": len(errors)}
+    return about | {
+        "median_error": round(median(errors), 4),
+        "largest_error": round(max(errors), 4),
+    }
 
 
 def main(args: Args) -> None:

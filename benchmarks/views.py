@@ -255,12 +255,21 @@ def dataparallel(found: Found) -> Pictures:
 
 
 def bert_throughput(found: Found) -> Pictures:
-    """Each step from the naive recipe to ours."""
-    speed, ratios = found["speed"]["sequences_per_second"], found["speed"]["ratio"]
-    notes = {name: f"{value:.2f} times the naive recipe" for name, value in ratios.items()}
-    title = f"training on reviews, {list(ratios.values())[-1]:.2f} times the naive recipe"
-    bars = Bars(title, "sequences/s", speed, notes, next(iter(speed)))
-    return {"bert_throughput": [bars]}
+    """Each step from the naive recipe to ours; DataParallel and accumulation by batch size."""
+    charts: Pictures = {}
+    if "speed" in found:
+        speed, ratios = found["speed"]["sequences_per_second"], found["speed"]["ratio"]
+        notes = {name: f"{value:.2f} times the naive recipe" for name, value in ratios.items()}
+        title = f"training on reviews, {list(ratios.values())[-1]:.2f} times the naive recipe"
+        bars = Bars(title, "sequences/s", speed, notes, next(iter(speed)))
+        charts["bert_throughput"] = [bars]
+    if "batch" in found:
+        by_batch = {batch: of["ratio"] for batch, of in found["batch"]["batches"].items()}
+        drawn, ticks = lines(by_batch), list(map(int, by_batch))
+        title = "a step of BERT on several devices and on one, by batch"
+        x, y = "global batch, reviews", "times one device"
+        charts["bert_dataparallel"] = [Lines(title, x, y, drawn, ticks, from_zero=True)]
+    return charts
 
 
 def same_training(found: Found) -> Pictures:

@@ -40,6 +40,9 @@ def add_pairs(tokens: list[str], texts: Sequence[str], count: int) -> list[str]:
 
     WordPiece reads from left to right and takes the longest token that fits, a pair or a character;
     each is there twice, as the begin of a stretch of Chinese and, with ##, within one.
+
+    Raises:
+        UserError: the texts have no such pair.
     """
     if not count:
         return tokens
@@ -49,6 +52,8 @@ def add_pairs(tokens: list[str], texts: Sequence[str], count: int) -> list[str]:
         for stretch in HAN.findall(text)
         for start in range(len(stretch) - 1)
     )
+    if not pairs:
+        raise UserError(f"--pairs {count}: the reviews have no Chinese; leave it out")
     frequent = sorted(pairs, key=lambda pair: (-pairs[pair], pair))[:count]
     begin = [*(token for token in tokens if HAN.fullmatch(token)), *frequent]
     return list(dict.fromkeys([*tokens, *begin, *(f"##{token}" for token in begin)]))

@@ -16,7 +16,10 @@ Way = tuple[str, ...]
 Leaf = tuple[Way, float]
 RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
 PAGES = [page for pair in translations() for page in pair]
-CHARTS = {"allreduce_step": "allreduce"}  # the others have the name of their result
+CHARTS = {
+    "allreduce_step": "allreduce",
+    "bert_dataparallel": "bert_throughput",
+}  # the others have the name of their result
 RAW = ("samples", "lines")  # what no page quotes; their medians stand beside them
 NUMBER = re.compile(r"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)(?= ?([^\W\d_]+|%|µs)?)")
 FACTORS = {"ms": 1e3, "µs": 1e6, "%": 100, "KiB": 2**-10, "MiB": 2**-20, "GB": 1e-9, "MB": 1e-6}

@@ -1,5 +1,6 @@
 """bert_dp's texts: odd and damaged csv files, the split, tokens, and batches of texts of similar length."""
 
+import gzip
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers.models.bert.tokenization_bert import BertTokenizer
@@ -23,7 +25,7 @@ from examples.bert_dp.tokens import (
     vocabulary,
 )
 from tests.conftest import Programs
-from tests.examples.bert_jobs import SMALL, TRAIN, default_run
+from tests.examples.bert_jobs import PREDICT, SMALL, TRAIN, default_run
 from tests.runs import NO_GPU, result
 
 __all__ = ["default_run"]  # a fixture
@@ -163,9 +165,8 @@ def test_an_odd_csv_is_read_cleaned_and_counted(tmp_path: Path) -> None:
         ),
         (
             ("label,review\n" + rows(10)).encode("utf-16"),
-            "is UTF-16, not UTF-8; convert it, .*iconv -f UTF-16 -t UTF-8",
+            "is not UTF-8, it is probably UTF-16: convert it by iconv -f UTF-16 -t UTF-8 ",
         ),
-        (("label,review\n" + rows(10)).encode("utf-16-le"), "is UTF-16, not UTF-8"),
         (
             "label,review\n" + rows(10, second="1,差"),
             r"0 usable review\(s\) with the label 0 .* both labels are needed",
@@ -178,7 +179,9 @@ def test_an_odd_csv_is_read_cleaned_and_counted(tmp_path: Path) -> None:
         ("label,review\n" + rows(10) + "1,很好,真的\n", r"is not a table \(Expected 2 fields in line 22, saw 3\)"),
         ("label,review\n" + "".join(f"1,很好{n},真的\n" for n in range(20)), "rows with more fields than the header"),
         ('label,review\n1,"没有结束\n', "is not a table"),
-        (("label,review\n" + rows(10)).encode("gb18030"), r"is not UTF-8 \(.* at byte \d+\); convert it"),
+        (f"PK\x03\x04{rows(10)}", "is an Excel file, or a zip archive: save its table as csv in UTF-8"),
+        (gzip.compress(rows(10).encode(), mtime=0), "is packed by gzip: unpack it by gunzip"),
+        ('[{"label": 1}]', r"is JSON: write it as csv, .*\(.*, lines=False\)"),
         (None, "cannot be read"),
     ],
 )
@@ -188,6 +191,70 @@ def test_a_bad_csv_is_a_users_mistake(tmp_path: Path, content: str | bytes | Non
         written(path, content)
     with pytest.raises(UserError, match=rf"^{re.escape(str(path))}.* {words}"):
         read_reviews(path)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name"),
+    [
+        ("gbk", "GB18030"),
+        ("gb18030", "GB18030"),
+        ("utf-16", "UTF-16"),
+        ("utf-16-le", "UTF-16"),
+        ("utf-16-be", "UTF-16BE"),
+        ("utf-32", "UTF-32"),
+    ],
+)
+def test_another_encoding_is_named_and_the_line_for_it_converts(tmp_path: Path, encoding: str, name: str) -> None:
+    path, texts = tmp_path / "a b.csv", [f"{text}{n}" for n in range(12) for text in ("房間好", "房間髒")]
+    path.write_bytes(("label,review\n" + "".join(f"{n % 2},{text}\n" for n, text in enumerate(texts))).encode(encoding))
+    convert(path, name)
+    assert read_reviews(tmp_path / "utf8.csv").texts == texts
+
+
+def convert(path: Path, name: str) -> None:
+    """Do what the error says."""
+    with pytest.raises(UserError, match=rf"a b.csv is not UTF-8, it is probably {name}: convert it by iconv") as error:
+        read_reviews(path)
+    subprocess.run(str(error.value).rpartition(" by ")[2], shell=True, cwd=path.parent, check=True)
+
+
+def test_western_letters_and_one_broken_line_are_not_taken_for_chinese(tmp_path: Path) -> None:
+    """Curly quotes of Windows are, followed by a letter, valid GBK; so is half of a file of UTF-8."""
+    path = tmp_path / "a b.csv"
+    table = "label,review\n" + rows(
+        12, "1,it\u2019s a café with the loveliest view", "0,it\u2019s the worst of all rooms"
+    )
+    path.write_bytes(table.encode("windows-1252"))
+    convert(path, "WINDOWS-1252")
+    assert (tmp_path / "utf8.csv").read_text() == table
+    table = "label,review\n" + rows(12)
+    path.write_bytes(table.encode()[:-4] + b"\n")  # the last character is cut
+    with pytest.raises(UserError, match=r"is UTF-8, but not in line 25: mend that line, or .* by iconv -c") as error:
+        read_reviews(path)
+    subprocess.run(str(error.value).rpartition(" by ")[2], shell=True, cwd=tmp_path, check=False)  # iconv reports it
+    assert len(read_reviews(tmp_path / "utf8.csv").texts) == 23
+
+
+def test_an_english_corpus_is_trained_on(programs: Programs, tmp_path: Path) -> None:
+    """As Windows writes it: BOM, CRLF, quoted line breaks; other names of columns, labels in words."""
+    words = [(a, "positive") for a in ("lovely", "quiet", "Clean", "great")]
+    words += [(a, "negative") for a in ("dirty", "noisy", "awful", "old")]
+    things = ("room", "bed", "lobby", "view", "staff", "breakfast")
+    pairs = [(f"The {thing} was {word},\r\nI'd say.", label) for thing in things for word, label in words]
+    table = "text,sentiment\r\n" + "".join(f'"{text}",{label}\r\n' for text, label in pairs)
+    path = written(tmp_path / "english.csv", "\ufeff" + table)
+    data = read_reviews(path, ("text", "sentiment"))
+    assert (data.texts[0], data.labels) == (pairs[0][0], [1, 1, 1, 1, 0, 0, 0, 0] * 6)
+    tokenizer = make_tokenizer(vocabulary(data.texts), 64)
+    assert tokenizer.unk_token_id not in encode(tokenizer, data.texts, data.labels, 64).ids
+    flags = ("--csv", path, "--columns", "text", "sentiment", "--epochs", 1, "--hidden", 64, "--out", tmp_path / "out")
+    programs.run(*TRAIN, *flags, "-b", 8)
+    assert result(tmp_path / "out")["train_samples"] == 43
+    found = tmp_path / "found.csv"
+    programs.run(*PREDICT, "--model", tmp_path / "out/model", "--csv", path, "--column", "text", "--out", found)
+    assert pd.read_csv(found)["prediction"].isin(["好评", "差评"]).sum() == 48
+    done = programs.run(*TRAIN, *flags, "--pairs", 9, code=2)
+    assert "error: --pairs 9: the reviews have no Chinese; leave it out" in done.stderr
 
 
 def test_columns_of_other_names_are_named(programs: Programs, tmp_path: Path) -> None:
