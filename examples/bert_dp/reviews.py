@@ -3,7 +3,6 @@
 import hashlib
 import io
 import re
-import shlex
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pandas
 from sklearn.model_selection import train_test_split
 
 from common.launch.errors import UserError
+from examples.bert_dp.encoding import utf8
 
 SHIPPED = Path(__file__).with_name("reviews.csv")
 ID2LABEL = {0: "差评", 1: "好评"}
@@ -20,13 +20,6 @@ WORDS = {
     1: ("1", "好评", "正面", "positive", "pos", "true"),
 }
 MEANING = {word: label for label, words in WORDS.items() for word in words}
-MANY = 20  # letters that only UTF-8 has so: the file is UTF-8, whatever comes after
-BEGINNINGS = {  # of files that are not text
-    b"PK\x03\x04": "an Excel file, or a zip archive: save its table as csv in UTF-8",
-    b"\xd0\xcf\x11\xe0": "an old Excel file: save its table as csv in UTF-8",
-    b"\x1f\x8b": "packed by gzip: unpack it by gunzip",
-    b"PAR1": "a Parquet file: write it as csv, for example by pandas.read_parquet and to_csv",
-}
 FEWEST = 10  # reviews per class: a tenth of them is for validation
 
 
@@ -80,7 +73,7 @@ def read_csv(path: Path, text: str = "review", label: str | None = None) -> pand
             message names the encoding that it seems to have, or the columns.
     """
     needed = [name.strip().lower() for name in (label, text) if name is not None]
-    content = _utf8(path)
+    content = utf8(path)
     if not content.strip():
         raise UserError(f"{path} is empty; expected a header with {' and '.join(needed)}")
     header = content.strip().splitlines()[0]
@@ -116,57 +109,6 @@ def read_csv(path: Path, text: str = "review", label: str | None = None) -> pand
         raise UserError(f"{path} names a column twice; it has {', '.join(frame.columns)}")
     _check_columns(path, list(frame.columns), needed, label is not None)
     return frame.rename(columns=dict(zip(needed, ("label", "review")[-len(needed) :], strict=True)))
-
-
-def _utf8(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        UserError: it cannot be read, or is not text in UTF-8.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    for beginning, what in BEGINNINGS.items():
-        if content.startswith(beginning):
-            raise UserError(f"{path} is {what}")
-    encoding = _wide(content)
-    if encoding is None:
-        try:
-            return content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            valid = content[: error.start].decode("utf-8")
-            line = valid.count("\n") + 1
-            if sum(not character.isascii() for character in valid) > MANY:
-                raise UserError(
-                    f"{path} is UTF-8, but not in line {line}: mend that line, or leave such bytes "
-                    f"out by {_converted(path, 'UTF-8', '-c ')}"
-                ) from None
-            encoding = _likely(content)
-    raise UserError(
-        f"{path} is not UTF-8, it is probably {encoding}: "
-        f"convert it by {_converted(path, encoding)}"
-    )
-
-
-def _wide(content: bytes) -> str | None:
-    """The encoding of a file with zeros among the letters of its header."""
-    if b"\0" not in content[:100]:
-        return None
-    if b"\0\0\0" in content[:100]:
-        return "UTF-32"
-    return "UTF-16BE" if content.startswith(b"\0") else "UTF-16"  # with its mark, or little-endian
-
-
-def _likely(content: bytes) -> str:
-    """The encoding of bytes that are not UTF-8: western, if few of them are above ASCII."""
-    few = sum(byte > 127 for byte in content) < len(content) / 10
-    return "WINDOWS-1252" if few else "GB18030"  # which includes GBK and GB2312
-
-
-def _converted(path: Path, encoding: str, flags: str = "") -> str:
-    return f"iconv {flags}-f {encoding} -t UTF-8 {shlex.quote(str(path))} > utf8.csv"
 
 
 def _check_columns(path: Path, columns: list[str], needed: list[str], labelled: bool) -> None:
