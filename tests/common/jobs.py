@@ -349,6 +349,7 @@ def digest(args: Args) -> None:
     """Who shares the machine decides the number of threads."""
     name = hashlib.sha256(machine().encode()).hexdigest()[:8]
     put(f"machine {name} cores {cores()} threads {torch.get_num_threads()}")
+    dist.barrier()  # who is ready first must not leave while the other still connects
 
 
 JOBS = {
