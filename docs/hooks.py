@@ -24,6 +24,7 @@ LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^(```.*?^```)$", re.MULTILINE | re.DOTALL)
 EXAMPLE = re.compile(r"^\| \[`(\w+)`\]\(examples/.*?\) \| (.*?) \| !\[(.*?)\]\((.*?)\) \|$", re.MULTILINE)
 OTHER_LANGUAGE = re.compile(r"^.*\]\(README(?:\.zh-CN)?\.md\).*\n", re.MULTILINE)  # the site's header links to it
+COMMAND, FLAG = re.compile(r"<code>[^<>]*</code>"), re.compile(r"(?<=\s)(--?[a-z][\w-]{1,30})")
 TOKEN = re.compile(r"<code>([^<>\s]{1,32})</code>")  # a name or a flag; it breaks nowhere
 SLUG = slugify(case="lower")  # as in mkdocs.yml
 AS_THEY_ARE = (".png", ".svg", ".jpg", ".gif", ".html")
@@ -267,5 +268,6 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     for language, path in where.items():
         output = output.replace(f'href="#{language}"', f'href="{os.path.relpath(path, PurePosixPath(here).parent)}"')
     output = TOKEN.sub(r'<code class="token">\1</code>', output)
+    output = COMMAND.sub(lambda code: FLAG.sub(r'<span class="token">\1</span>', code[0]), output)
     output = output.replace('data-md-component="source"', "")  # else the theme asks the repository's host for its stars
     return re.sub(r'<link rel="alternate"[^>]*>', "", output)

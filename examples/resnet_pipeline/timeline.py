@@ -178,13 +178,14 @@ def draw(path: Path, charts: dict[str, list[Event]], rows: str = "process") -> N
 def _draw_bars(axis: Any, events: list[Event], span: float) -> None:
     """Draw a bar per operation, numbered where there is room; `span` in milliseconds."""
     start = min(event.start for event in events)
-    label = {"ha": "center", "va": "center", "fontsize": 7, "color": "w"}
+    label = {"ha": "center", "va": "center", "fontsize": 7}
     for event in events:
         left, width = 1e3 * (event.start - start), 1e3 * (event.end - event.start)
         colour = COLOURS[event.kind]
         axis.barh(event.row, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
         if width > span / 60:
-            axis.text(left + width / 2, event.row, str(event.micro), **label)
+            ink = "white" if event.kind == "F" else "black"  # what can be read on the colour
+            axis.text(left + width / 2, event.row, str(event.micro), color=ink, **label)
     axis.set(xlim=(0, span), yticks=sorted({event.row for event in events}))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)

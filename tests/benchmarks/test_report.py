@@ -25,6 +25,7 @@ def test_the_committed_report_is_that_of_the_committed_results() -> None:
     written = (RESULTS / "report.html").read_text()
     assert text_of(written) == text_of(report.page(report.load(RESULTS))), "run: python -m benchmarks.report"
     assert len(written) < 1_500_000
+    assert 'td[data-head="goal"]' in written, "the style is not escaped as text is"
 
 
 def test_the_committed_readme_is_that_of_the_committed_results() -> None:
