@@ -10,3 +10,13 @@
 The rest are programs, in the first table of docs/en/common.md: `doctor`, `memory`, `top`, `who`,
 `compare`, `trace`.
 """
+
+import importlib.util
+import sys
+
+if importlib.util.find_spec("tyro") is None:  # the usual first mistake: another Python than .venv's
+    sys.stderr.write(
+        f"error: {sys.executable} has none of the packages that are needed: make setup installs "
+        f"them, and in each new terminal '. .venv/bin/activate' chooses the Python that has them\n"
+    )
+    sys.exit(2)

@@ -129,6 +129,12 @@ def check_help(text: str, program: str) -> None:
     assert len(re.findall(r"^  (?:-|DIR)", flags, re.MULTILINE)) == len(entries) > 25
 
 
+@pytest.mark.parametrize("program", ["examples.mnist_ddp_spawn", "common.who", "common.compare"])
+def test_another_python_than_that_of_the_environment_is_named(programs: Programs, program: str) -> None:
+    said = programs.run("-S", "-m", program, code=2, cold=True).stderr  # without site-packages
+    assert re.fullmatch(r"error: \S+ has none of the packages .* '\. \.venv/bin/activate' .*\n", said)
+
+
 def test_a_reader_of_the_help_may_leave(programs: Programs) -> None:
     command = f"{sys.executable} -m examples.mnist_ddp_spawn --help | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
