@@ -8,18 +8,38 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 from matplotlib import style
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure, SubFigure
 
 WIDTH = 5.0  # inches: 360 points, so that a letter of 9 points has 9 pixels on a phone
 BLUE, GREY = "#0072b2", "#999999"
 COLOURS = (BLUE, "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#000000")
 COLOURS += ("#882255", "#44aa99", "#999933", "#332288", GREY)
+CONTRAST = 4.5  # of small text with the page, by the accessibility guidelines of the web
 STYLE = Path(__file__).with_suffix(".mplstyle")
+
+
+def contrast(colour: str) -> float:
+    """Of a colour with white: from 1 to 21."""
+    channels = [
+        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
+        for channel in to_rgb(colour)
+    ]
+    return 1.05 / (0.05 + sum(map(mul, (0.2126, 0.7152, 0.0722), channels)))
+
+
+def ink(colour: str) -> str:
+    """A colour for text on white: itself, or as dark a shade of it as can be read."""
+    red, green, blue = to_rgb(colour)
+    while contrast(to_hex((red, green, blue))) < CONTRAST:
+        red, green, blue = 0.99 * red, 0.99 * green, 0.99 * blue
+    return to_hex((red, green, blue))
 
 
 @dataclass(frozen=True)
@@ -144,7 +164,7 @@ class Lines:
             heights[number] = min(heights[number], highest)
             highest = heights[number] - room
             line, at = self.lines[number], (1.02, heights[number])
-            looks: dict[str, Any] = {"color": line.colour, "fontsize": 7, "va": "center"}
+            looks: dict[str, Any] = {"color": ink(line.colour), "fontsize": 7, "va": "center"}
             axis.annotate(line.name, at, xycoords="axes fraction", annotation_clip=False, **looks)
 
 

@@ -190,3 +190,11 @@ def test_once_as_fast_is_said_in_words() -> None:
     claim = Claim("ours against theirs", "at least 1 times", "ratio")
     assert (claim.aim, claim.told(1.001), claim.told(1.5)) == ("at least as fast", "as fast", "1.5 times")
     assert Claim("bytes", "at most 1 times", "ratio").told(1) == "1 times", "of a size, that would be wrong"
+
+
+def test_the_names_of_lines_can_be_read() -> None:
+    """As small text on white: dark where the line is light, and otherwise in the line's colour."""
+    assert charts.contrast("#ffffff") == pytest.approx(1)
+    assert charts.contrast("#000000") == pytest.approx(21)
+    assert all(charts.contrast(charts.ink(colour)) >= 4.5 for colour in charts.COLOURS)
+    assert charts.ink(charts.BLUE) == charts.BLUE
