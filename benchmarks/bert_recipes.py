@@ -94,9 +94,8 @@ class Recipe:
                 yield from (part.tolist() for part in order.split(size))
             self.epoch += 1
 
-    def step(self) -> int:
-        """Train on a batch; return how many reviews it had."""
-        chosen = next(self.batches)
+    def step(self, chosen: list[int]) -> int:
+        """Train on a batch, one of `batches`; return how many reviews it had."""
         for group in self.optimizer.param_groups:
             factor = self.text.factor(min(self.done, self.total - 1), self.total)
             group["lr"] = self.text.learning_rate * factor

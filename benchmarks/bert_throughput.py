@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -66,6 +67,8 @@ class Args(Measurement):
     """Batch sizes (batch)."""
     replicas: int = 2
     """Replicas on a CPU; with GPUs it is their number (batch)."""
+    patience: float = 0
+    """Seconds for samples taken again because other programs were busy (speed; batch: per size)."""
     seeds: int = 1
     """Trainings of each recipe, from other parameters and in another order (accuracy)."""
     lr: float = 5e-4
@@ -75,6 +78,7 @@ class Args(Measurement):
         super().__post_init__()
         at_least(1, steps=self.steps, epochs=self.epochs, seeds=self.seeds)
         at_least(1, batch_size=self.batch_size)
+        at_least(0, patience=self.patience)
         at_least(2, replicas=self.replicas, batches=min(self.batches, default=0))
 
     def recipe(self, name: str, seed: int = 0, **more: Any) -> Recipe:
@@ -95,13 +99,17 @@ def measured(
         base: a name.
         threads: of torch, by name; all have as many as torch has now if it is missing.
     """
-    usual = torch.get_num_threads()
+    usual, quiet = torch.get_num_threads(), harness.Quiet(args.patience)
 
     def block(name: str) -> float:
         torch.set_num_threads(threads[name] if threads else usual)
+        batches = list(islice(recipes[name].batches, args.steps))  # of a sample taken again, too
+        return quiet.sample(partial(train, recipes[name], batches))
+
+    def train(recipe: Recipe, batches: list[list[int]]) -> float:
         wait_for_devices()
         started = time.perf_counter()
-        reviews = sum(recipes[name].step() for _ in range(args.steps))
+        reviews = sum(map(recipe.step, batches))
         wait_for_devices()
         return round(reviews / (time.perf_counter() - started), 2)
 
@@ -109,7 +117,9 @@ def measured(
     samples = compare(programs, args.rounds, 1, lambda name, speed: f"{name}, {speed:.1f}/s")
     torch.set_num_threads(usual)
     ratio = medians(ratios(samples, base), 2)
-    return {"samples": samples, "sequences_per_second": medians(samples, 1), "ratio": ratio}
+    speed = medians(samples, 1)
+    others = {"median": round(median(quiet.others), 3), "most": max(quiet.others)}
+    return {"samples": samples, "sequences_per_second": speed, "ratio": ratio, "others": others}
 
 
 def measure_speed(args: Args) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def measure_accuracy(args: Args) -> dict[str, Any]:
     def epoch(recipe: Recipe) -> tuple[float, float]:
         started = time.perf_counter()
         for _ in range(recipe.steps_per_epoch):
-            recipe.step()
+            recipe.step(next(recipe.batches))
         return time.perf_counter() - started, round(recipe.accuracy(), 4)
 
     names = NAIVE, list(known_steps())[-1]
@@ -203,7 +213,7 @@ def exchange(parallel: Replicas, rounds: int) -> dict[str, Any]:
 def unequal_shares(recipe: Recipe, count: int, batch: int = 5) -> dict[str, Any]:
     """How far the mean of the replicas' means is from the loss, as a share of it."""
     errors = []
-    for chosen in torch.arange(100 * batch).split(batch):
+    for chosen in torch.arange(min(100, len(recipe.data) // batch) * batch).split(batch):
         ids, labels = recipe.batch(chosen.tolist())
         parts = zip(ids.chunk(count), labels.chunk(count), strict=True)
         means = [recipe.model(part, targets).sum() / len(targets) for part, targets in parts]

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +34,7 @@ from common.launch.flags import Launch, at_least
 
 ROOT = Path(__file__).parents[1]
 BF16 = ("avx512_bf16", "avx_ne_convert", "amx_bf16", "bf16", "svebf16")  # the last two: arm64
+DISTURBED = 0.1  # share of the cores
 Sample = TypeVar("Sample")
 Flags = TypeVar("Flags")
 Record = Mapping[str, Any]
@@ -88,6 +90,51 @@ def compare(
                 which = f"round {number + 1}/{rounds}" if number >= 0 else "warm-up"
                 print(f"{which}: {show(name, sample)}", flush=True)
     return samples
+
+
+class Quiet:
+    """Takes a sample again if other programs disturbed it, for so many seconds in all.
+
+    A sample is disturbed if they took more than a tenth of the cores, by /proc/stat. When the
+    seconds are over, samples count as they come.
+
+    Args:
+        patience: seconds to spend on waiting and on samples that do not count.
+
+    Attributes:
+        others: what share of the cores other programs took in each sample that was given out.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.until, self.others = time.monotonic() + patience, list[float]()
+
+    def sample(self, measure: Callable[[], Sample]) -> Sample:
+        """Measure, again and again until nobody disturbs."""
+        while True:
+            began, before = time.monotonic(), busy_seconds()
+            found = measure()
+            share = (busy_seconds() - before) / ((time.monotonic() - began) * cores())
+            if share <= DISTURBED or time.monotonic() > self.until:
+                self.others.append(round(share, 3))
+                return found
+            while busy_share(0.5) > DISTURBED and time.monotonic() < self.until:
+                pass
+
+
+def busy_seconds() -> float:
+    """What other programs have used of all cores since the machine began; 0 where nobody says."""
+    file = Path("/proc/stat")
+    if not file.exists():
+        return 0.0
+    user, nice, system, _, _, *more = map(int, file.read_text().split("\n")[0].split()[1:9])
+    return sum((user, nice, system, *more)) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def busy_share(seconds: float) -> float:
+    """The share of the cores that other programs take now."""
+    before = busy_seconds()
+    time.sleep(seconds)
+    return (busy_seconds() - before) / (seconds * cores())
 
 
 def ratios(samples: Mapping[str, Sequence[float]], base: str) -> dict[str, list[float]]:

@@ -5,11 +5,15 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
 from benchmarks.bert_base import draw_reviews, write_folder
+from benchmarks.bert_recipes import OURS, Recipe
+from examples.bert_dp.args import TextArgs
 from tests.conftest import ROOT, Programs
 from tests.docs.markdown import shell_blocks
 from tests.runs import result
@@ -88,3 +92,24 @@ def test_the_other_measurements_run(programs: Programs, place: Path) -> None:
     programs.run("-m", "benchmarks.all", "--quick", "--only", *names, *flags, limit=600)
     states = {one["name"]: one["state"] for one in json.loads((place / "bench.json").read_text())["runs"]}
     assert states == dict.fromkeys(names, "done")
+    small = ("--batches", 4, "--rounds", 1, "--steps", 1, "--layers", 1, "--hidden", 64)
+    programs.run("-m", "benchmarks.bert_throughput", "--part", "batch", *small, *flags, limit=300)
+    found = json.loads((place / "bert_throughput.json").read_text())
+    assert found.keys() == {"speed", "batch"}, "the other part stays"
+    ways = found["batch"]["batches"]["4"]["ratio"]
+    assert ways.keys() == {"one device", "one device, micro-batches", "DataParallel", "one device, all cores"}
+    assert found["batch"]["unequal"]["median_error"] > 0
+    assert {file.name for file in place.glob("bert_*.png")} == {"bert_throughput.png", "bert_dataparallel.png"}
+
+
+def test_the_ways_that_are_timed_train_alike(place: Path) -> None:
+    """One device, micro-batches and DataParallel: a step on 9 reviews, which both halves share as 5 and 4."""
+    text = TextArgs(csv=place / "ChnSentiCorp_htl_all.csv", vocab=place / "vocab.txt", layers=1, hidden=64)
+    found = []
+    ways: list[dict[str, Any]] = [{}, {"micro_batches": 2}, {"devices": [torch.device("cpu")] * 2}]
+    for more in ways:
+        recipe = Recipe(OURS, text, 9, **more)
+        recipe.step(next(recipe.batches))
+        found.append({name: value.grad for name, value in recipe.bert.named_parameters()})
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
