@@ -34,7 +34,8 @@ Frame = tuple[str, int, str]  # file, line, function
 progress: dict[str, Any] = {}
 """What the training says of itself: `step`, and what `python -m common.top` shows."""
 _messages: deque[dict[str, Any]] = deque(maxlen=LAST)
-_counts: dict[str, int] = {}
+counts: dict[str, int] = {}
+"""Messages of this process, by kind."""
 
 
 def note_messages() -> None:
@@ -46,18 +47,20 @@ def note_messages() -> None:
     if getattr(dist.ProcessGroup.send, "noted", False):
         return
     for kind in ("send", "recv"):
-        setattr(dist.ProcessGroup, kind, _noted(kind, getattr(dist.ProcessGroup, kind)))
+        setattr(dist.ProcessGroup, kind, noted(kind, getattr(dist.ProcessGroup, kind)))
 
 
-def _noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        _counts[kind] = _counts.get(kind, 0) + 1
+def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that keeps what it is called with, and calls the given one."""
+
+    def note(group: Any, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        counts[kind] = counts.get(kind, 0) + 1
         frame = sys._getframe(1)
         while "/torch/" in frame.f_code.co_filename and frame.f_back:
             frame = frame.f_back
         message: dict[str, Any] = {
             "kind": kind,
-            "number": _counts[kind],
+            "number": counts[kind],
             "tensors": [(tuple(tensor.shape), tensor.nbytes) for tensor in tensors],
             "frame": (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name),
             "made": time.time(),
@@ -69,8 +72,8 @@ def _noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         message["work"] = weakref.ref(work)
         return work
 
-    noted.noted = True  # ty: ignore[missing-attribute]
-    return noted
+    note.noted = True  # ty: ignore[missing-attribute]
+    return note
 
 
 def _finished(message: dict[str, Any]) -> bool:
