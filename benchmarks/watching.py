@@ -42,7 +42,7 @@ from common.launch.who import ask, calls, watcher
 from examples.manual_allreduce_sgd.gradients import averaging
 
 WATCHED, ASKED = "watched", "asked every second"
-WIDTH = 384
+WIDTH = 256
 WARM_UP = 50  # steps
 
 

@@ -39,7 +39,7 @@ counts: dict[str, int] = {}
 
 
 def note_messages() -> None:
-    """Keep the last messages of this process. Costs about 2 us for each.
+    """Keep the last messages of this process. Costs 2 to 3 us for each.
 
     It is done at the process group, which all of torch's functions call: programs may have imported
     `isend` and `irecv` already, and torch compares these with its own.
