@@ -51,8 +51,6 @@ def greet(run: "Run") -> None:
         run.warn(warning)
     if run.amp.deterministic and cuda:
         run.warn("--deterministic makes CUDA kernels repeatable, and the run considerably slower")
-    if warning := too_large(run.batch_size, run.data):
-        run.warn(warning)
     device = torch.cuda.get_device_name(run.device) if cuda else "cpu"
     shared = cuda and ranks_share_devices()
     count = f"{world_size} ranks share {used_devices()}" if shared else f"{world_size}"

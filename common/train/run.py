@@ -24,7 +24,7 @@ from common.train.checks import check_replicas, check_seen_once
 from common.train.ddp import bare, check_gradients
 from common.train.evaluate import Evaluation
 from common.train.files import check_writable
-from common.train.greet import begin, greet
+from common.train.greet import begin, greet, too_large
 from common.train.loader import local_batch, local_samples, rest_of_epoch
 from common.train.log import Log
 from common.train.meters import Meters
@@ -177,6 +177,8 @@ class Run:
         if self._unchecked is not None:
             check_gradients(cast("nn.Module", self._unchecked))
             self._unchecked = None
+            if warning := too_large(self.batch_size, self.data):  # after mistakes, which are alone
+                self.warn(warning)
         state.batch += 1
         state.step += 1
         self.meters.step(self._batch_samples)

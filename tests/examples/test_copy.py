@@ -83,7 +83,16 @@ COPIES = {
     "mnist_dataparallel": Copy(EPOCH, ("eight_steps.py", "engines.py", "explain.py"), TWO_REPLICAS),
     "bert_dp": Copy(
         ("--epochs", 2),
-        ("classifier.py", "data.py", "fast_bert.py", "model.py", "reviews.csv", "reviews.py", "tokens.py"),
+        (
+            "classifier.py",
+            "data.py",
+            "encoding.py",
+            "fast_bert.py",
+            "model.py",
+            "reviews.csv",
+            "reviews.py",
+            "tokens.py",
+        ),
         WITHOUT_INDICES,
         methods=("text.factor",),
         accuracy=False,
