@@ -10,7 +10,6 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -62,7 +61,7 @@ def main() -> None:
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order
         for inputs, labels in loader:
-            loss = F.cross_entropy(ddp(inputs.to(device)), labels.to(device))
+            loss = nn.functional.cross_entropy(ddp(inputs.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()  # DDP averages the gradients over the ranks meanwhile
             optimizer.step()
@@ -73,6 +72,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}: loss {mean_loss.item():.7f}, accuracy {score:.4f}")
     if rank == 0:
         torch.save(model.state_dict(), "plain_ddp.pt")  # without DDP's "module." prefix
+    dist.barrier()  # an end in the middle of the last message would be an abort
     dist.destroy_process_group()
 
 
