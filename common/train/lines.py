@@ -38,6 +38,8 @@ def epoch_line(
     numbers.append(f"{SHORT.get(name, name)} {shown}")
     rate, unit = speed
     pace = [] if rate is None else [f"{rate:,.0f} {SHORT.get(unit, unit)}/s"]
-    rest = [f"{duration(left)} left"] * (left > 0) + ["*best*"] * best
-    lines = ["  ".join([label, *numbers[n:], *pace, *rest]) for n in range(len(numbers))]
+    time, mark = [f"{duration(left)} left"] * (left > 0), ["*best*"] * best
+    choices = [[*numbers, *pace, *time, *mark]]
+    choices += [[*numbers[n:], *pace, *mark] for n in range(len(numbers))]  # the time goes first
+    lines = ["  ".join([label, *parts]) for parts in choices]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1])

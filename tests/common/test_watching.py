@@ -37,7 +37,10 @@ def test_an_epoch_is_a_line_of_80_columns() -> None:
     assert line == "epoch 3/20  loss 0.661  test 0.341  acc 91.42%  2,750 img/s  12 s left  *best*"
     assert len(line) <= 79
     shorter = epoch_line("epoch 100/2000", losses, ("accuracy", 1.0), (1234567, "reviews"), 9e5, True)
-    assert shorter == "epoch 100/2000  acc 100.00%  1,234,567 reviews/s  250 h 00 min left  *best*"
+    assert shorter == "epoch 100/2000  test 0.341  acc 100.00%  1,234,567 reviews/s  *best*"
+    losses = {"loss": 0.504, "test": 0.0818}
+    long = epoch_line("epoch 1/2000", losses, ("accuracy", 1.0), (814, "images"), 240, True)
+    assert long == "epoch 1/2000  loss 0.504  test 0.0818  acc 100.00%  814 img/s  *best*", "the time is left out first"
     gan = epoch_line(
         "epoch 60/60", {"loss": 1.3862, "test": None}, ("frechet_distance", 1.595), (None, "images"), 0, False
     )
