@@ -220,7 +220,8 @@ def test_an_elastic_rendezvous_gives_the_same_bits(
     """torchrun's c10d backend numbers the nodes as they come; it needs more ports, which a private network gives."""
     more = ("--epochs", epochs)
     job = manifests(f"overlays/{name}")
-    job.container["resources"]["limits"]["cpu"] = str(cores)
+    for bound in ("requests", "limits"):  # threads follow from the lower one
+        job.container["resources"][bound]["cpu"] = str(cores)
     endpoint = f"{job.environment(0)['PET_MASTER_ADDR']}:{job.environment(0)['PET_MASTER_PORT']}"
     env = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": "one"}
     for pod in pods(containers, job, containers.network("--internal"), volume, 1, more, env):
