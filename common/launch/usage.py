@@ -149,7 +149,7 @@ def _entry(flag: Flag) -> list[str]:
     value, about = flag.default, flag.about
     told = "default:" in about or value in (None, "", (), MISSING) or isinstance(value, bool)
     if not told:
-        shown = " ".join(value) if isinstance(value, tuple) else value
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
         about = f"{about.removesuffix('.')} (default: {shown})."
     takes = flag.takes
     if len(takes) > WIDTH // 2:
