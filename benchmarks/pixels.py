@@ -3,7 +3,7 @@
     python -m benchmarks.pixels --data DIR      # DIR/val/CLASS/*.jpg
 
 Files are grouped by how much of the colour they keep: 4:4:4 all, 4:2:0 a quarter. How that quarter
-is spread over the pixels is left open by the format, and libraries differ in it.
+is spread over the pixels is left open by the format; of a crop, it may need pixels beside it.
 """
 
 import io
@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from PIL import Image, JpegImagePlugin
 
 from benchmarks import harness
-from common.images.crop import middle, resize
-from common.images.decode import DECODER, decode, dimensions
+from common.images.crop import middle, random_crop, resize
+from common.images.decode import DECODER, Pixels, decode, dimensions
 from common.images.find import images_below
 from common.launch.flags import at_least
 
 SAMPLINGS = {-1: "grey", 0: "4:4:4", 1: "4:2:2", 2: "4:2:0"}  # by Pillow's numbers
 SIZE = 224
+CROPS = 10  # of an image, as training draws them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,32 +42,32 @@ class Args:
 
 
 def differences(content: bytes) -> dict[str, NDArray[np.int64]]:
-    """How many values of an image differ from Pillow's by 0, 1, ... 255 levels."""
+    """How many values of an image differ from Pillow's by how much: whole, in crops, resized."""
     with Image.open(io.BytesIO(content)) as image:
         picture = image.convert("RGB")
     height, width = dimensions(content)
-    whole = decode(content, (0, 0, height, width))
+    whole = np.asarray(picture)
+    boxes = [random_crop(0, 0, index, height, width)[0] for index in range(CROPS)]
+    crops = [(decode(content, (t, x, h, w)), whole[t : t + h, x : x + w]) for t, x, h, w in boxes]
     box = middle(height, width)
     top, left, rows, columns = box
     cut = picture.crop((left, top, left + columns, top + rows))
     theirs = np.asarray(cut.resize((SIZE, SIZE), Image.Resampling.BILINEAR))
     ours = resize(decode(content, box), SIZE)
-    lossless = resize(np.asarray(cut), SIZE)
-    pairs = {
-        "decoded": (whole, np.asarray(picture)),
-        "luminance": (luminance(whole), luminance(np.asarray(picture))),
-        "decoded and resized": (ours, theirs),
-        "resized alone": (lossless, theirs),
+    compared = {
+        "decoded": [(decode(content, (0, 0, height, width)), whole)],
+        "crops decoded": crops,
+        "decoded and resized": [(ours, theirs)],
     }
-    return {
-        what: np.bincount(np.abs(one.astype(int) - other).ravel(), minlength=256)
-        for what, (one, other) in pairs.items()
-    }
+    return {what: histogram(pairs) for what, pairs in compared.items()}
 
 
-def luminance(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """By ITU-R BT.601, rounded."""
-    return np.rint(pixels @ np.array([0.299, 0.587, 0.114])).astype(int)
+def histogram(pairs: list[tuple[Pixels, Pixels]]) -> NDArray[np.int64]:
+    """How many values differ by 0, 1, ... 255 levels."""
+    counts = np.zeros(256, np.int64)
+    for one, other in pairs:
+        counts += np.bincount(np.abs(one.astype(int) - other).ravel(), minlength=256)
+    return counts
 
 
 def summary(counts: NDArray[np.int64]) -> dict[str, float]:
@@ -97,7 +98,7 @@ def main(args: Args) -> None:
             kinds = sums.setdefault(what, {})
             kinds[kind] = kinds.get(kind, 0) + counts
     found = {what: {kind: summary(c) for kind, c in each.items()} for what, each in sums.items()}
-    result = {"decoder": DECODER, "files": files, "size": SIZE, "levels": found}
+    result = {"decoder": DECODER, "files": files, "crops": CROPS, "size": SIZE, "levels": found}
     for what, kinds in found.items():
         for kind, figures in kinds.items():
             print(f"{what}, {kind}: {figures}")

@@ -25,7 +25,7 @@ from common.images.decode import Pixels
 from common.launch.errors import UserError
 
 CHUNK = 64  # images; about 35 MB of ImageNet
-MAGIC = b"pixels02"
+MAGIC = b"pixels03"
 COLUMNS = 4  # of the table: offset, height, width, checksum
 
 Table = NDArray[np.uint64]

@@ -1,8 +1,8 @@
 """Files to pixels. Of a JPEG only the wanted region is decoded, which is most of the speed.
 
 nvimgcodec decodes a region without computing the rest of the image. It has no wheel for macOS:
-there, Pillow decodes the whole image. Either way, the pixels of a region are those of the whole
-image.
+there, Pillow decodes the whole image. Either way, the pixels of a region are those that Pillow
+gives the whole image.
 """
 
 import contextlib
@@ -69,12 +69,14 @@ def decode(content: bytes, box: Box) -> Pixels:
                 raise BrokenImageError(str(error)) from None
         return whole[top : top + rows, left : left + columns]
     library, decoder, parameters = _decoders.get()
-    region = library.Region(top, left, top + rows, left + columns)
+    # The first column alone would get colours that do not depend on the next column's.
+    right = max(left + columns, min(2, header[1]))
+    region = library.Region(top, left, top + rows, right)
     stream = library.CodeStream(content).get_sub_code_stream(region=region)
     decoded = decoder.decode(stream, params=parameters)
     if decoded is None:
         raise BrokenImageError("its JPEG data are damaged")
-    return np.asarray(decoded)
+    return np.asarray(decoded)[:, :columns]
 
 
 def _eight_bits(image: Image.Image) -> Pixels:
@@ -144,8 +146,9 @@ class _Decoders(threading.local):
                     device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
                     max_num_cpu_threads=1,
                     backends=[nvimgcodec.Backend(nvimgcodec.CPU_ONLY)],
-                    # so that a region has the same pixels as in the whole image
-                    options=":fancy_upsampling=0",
+                    # Where a file keeps fewer colours than pixels, those between are interpolated,
+                    # as by Pillow; with 0, colours would be repeated.
+                    options=":fancy_upsampling=1",
                 )
             self.made, self.made_in = (nvimgcodec, decoder, parameters), os.getpid()
         return self.made
