@@ -221,4 +221,4 @@ def main(place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "benchmarks.dataparallel:main")
+    start(Args, "benchmarks.dataparallel:main", ["benchmarks.harness"])

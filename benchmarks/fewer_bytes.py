@@ -164,4 +164,4 @@ def main(place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "benchmarks.fewer_bytes:main")
+    start(Args, "benchmarks.fewer_bytes:main", ["benchmarks.harness"])

@@ -149,4 +149,5 @@ def main(place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "benchmarks.meeting:main")
+    # Workers run this file again: what it imports must be there already.
+    start(Args, "benchmarks.meeting:main", ["benchmarks.harness"])

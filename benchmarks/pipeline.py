@@ -200,4 +200,4 @@ def main(place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "benchmarks.pipeline:main")
+    start(Args, "benchmarks.pipeline:main", ["benchmarks.harness"])

@@ -159,4 +159,4 @@ def main(place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "benchmarks.scaling:main")
+    start(Args, "benchmarks.scaling:main", ["benchmarks.harness"])

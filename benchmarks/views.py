@@ -294,6 +294,22 @@ def same_training(found: Found) -> Pictures:
     return {"same_training": [losses, Curves(words, "step", "share", drawn["accuracy"], step, "")]}
 
 
+def meeting(found: Found) -> Pictures:
+    """Seconds, and questions to the store, by the number of ranks."""
+    medians = {ranks: of["medians"] for ranks, of in found["sizes"].items()}
+    ticks = [int(ranks) for ranks in medians]
+    most = max(medians, key=int)
+    charts = []
+    for figure, what, y in (
+        ("meet", "{:.2g} s", "seconds after the last start"),
+        ("questions", "{:.0f} questions per rank", "questions to the store per rank"),
+    ):
+        rows = {ranks: of[figure] for ranks, of in medians.items()}
+        title = f"{most} ranks meet: {what.format(rows[most]['job://'])}"
+        charts.append(Lines(title, "ranks", y, lines(rows), ticks))
+    return {"meeting": charts}
+
+
 def fewer_bytes(found: Found) -> Pictures:
     """Errors against bytes; a line for each way, with a point for each of its settings."""
     points: dict[str, list[tuple[float, float]]] = {}

@@ -194,4 +194,4 @@ def main(place: Place, args: Args) -> None:
 
 
 if __name__ == "__main__":
-    start(Args, "benchmarks.watching:main")
+    start(Args, "benchmarks.watching:main", ["benchmarks.harness"])

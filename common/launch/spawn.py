@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from common.launch.args import STOPPING, fail
-from common.launch.console import complain
+from common.launch.console import complain, listed
 from common.launch.errors import UserError
 from common.launch.place import Place
 from common.launch.rendezvous import listen
@@ -165,7 +165,7 @@ class _Watch:
     def _kill(self, alive: list[int]) -> None:
         if alive and self.asked:
             complain(
-                f"local rank(s) {alive} did not stop within {GRACE:g} s and were killed; "
+                f"local rank(s) {listed(alive)} did not stop within {GRACE:g} s and were killed; "
                 f"what was saved is the last checkpoint"
             )
         for process in self.context.processes:

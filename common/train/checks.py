@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.launch.console import listed
 from common.launch.place import current
 
 
@@ -50,8 +51,8 @@ def check_replicas(model: nn.Module, part: int = 0) -> str:
     if different:
         others = sorted({first[held[rank][0]] for rank in different})
         raise CheckError(
-            f"the replicas differ: rank(s) {', '.join(map(str, different))} hold other parameters "
-            f"than rank {', '.join(map(str, others))}"
+            f"the replicas differ: rank(s) {listed(different)} hold other parameters "
+            f"than rank {listed(others)}"
         )
     return held[first[part]][1]
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.launch.console import listed
+
 State = dict[str, Any]
 """What a rank says of itself: see `watcher.Watcher.state`."""
 Call = Mapping[str, Any]
@@ -65,7 +67,7 @@ def peer_of(call: Call) -> str:
 
 def these(ranks: Sequence[int]) -> str:
     """Ranks as the subject of a sentence."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
 
 
 def are(ranks: Sequence[int], one: str = "is", several: str = "are") -> str:
