@@ -70,7 +70,7 @@ e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
 e2e: setup
 	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base && \
 		$(MAKE) --no-print-directory images BASE_IMAGE=$$base COMPILER=yes ONLY=mnist_ddp_spawn
-	@$(BIN)/python -m pytest -n 2 --timeout 600 --durations 0 tests/e2e
+	@$(BIN)/python -m pytest -n 3 --timeout 600 --durations 0 tests/e2e
 
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
 docs: export NO_MKDOCS_2_WARNING = 1
