@@ -17,6 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure, SubFigure
 
+from common.train.curves import spread
+
 WIDTH = 5.0  # inches: 360 points, so that a letter of 9 points has 9 pixels on a phone
 BLUE, GREY = "#0072b2", "#999999"
 COLOURS = (BLUE, "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#000000")
@@ -153,19 +155,22 @@ class Lines:
 
     def _name_lines(self, axis: Axes) -> None:
         """Write each name to the right of its last point, or as near as the others let it."""
+        most = max(line.xs[-1] for line in self.lines)
+        longest = [line for line in self.lines if line.xs[-1] == most]
+        looks: dict[str, Any] = {"fontsize": 7, "va": "center", "annotation_clip": False}
+        for line, height in zip(longest, self._heights(axis, longest), strict=True):
+            colour = ink(line.colour)
+            axis.annotate(line.name, (1.02, height), None, "axes fraction", color=colour, **looks)
+        for line in (line for line in self.lines if line.xs[-1] != most):
+            end, colour = (line.xs[-1], line.ys[-1]), ink(line.colour)
+            axis.annotate(line.name, end, (6, 3), "data", "offset points", color=colour, **looks)
+
+    def _heights(self, axis: Axes, lines: Sequence[Line]) -> list[float]:
+        """Where the names of lines stand beside the axis, as shares of its height."""
         bottom, top = axis.transScale.transform([(1, y) for y in axis.get_ylim()])[:, 1]
-        ends = axis.transScale.transform([(1, line.ys[-1]) for line in self.lines])[:, 1]
-        heights = {number: (y - bottom) / (top - bottom) for number, y in enumerate(ends)}
+        ends = axis.transScale.transform([(1, line.ys[-1]) for line in lines])[:, 1]
         room = 0.15 / (self.height - 0.8)  # inches of a line of text, as a share of the axis
-        order, lowest, highest = sorted(heights, key=heights.__getitem__), -1.0, 0.97
-        for number in order:
-            lowest = heights[number] = max(heights[number], lowest + room)
-        for number in reversed(order):
-            heights[number] = min(heights[number], highest)
-            highest = heights[number] - room
-            line, at = self.lines[number], (1.02, heights[number])
-            looks: dict[str, Any] = {"color": ink(line.colour), "fontsize": 7, "va": "center"}
-            axis.annotate(line.name, at, xycoords="axes fraction", annotation_clip=False, **looks)
+        return spread([(y - bottom) / (top - bottom) for y in ends], room)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from common.launch.errors import UserError
 from common.launch.flags import at_least
 
 PEER, MAIN = "pytorch/examples mnist", "mnist/main.py"
-OURS = "python -m examples.mnist_ddp_spawn --dataset mnist --data-dir DATA_DIR --out OUT"
+OURS = "python -m examples.mnist_ddp_spawn --dataset mnist --data-dir DATA_DIR --lr 0.3 --out OUT"
 FILES = [
     f"{part}-{kind}-ubyte.gz"
     for part in ("train", "t10k")

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks import views
+from benchmarks import views, views_of_ranks
 from benchmarks.tables import Table, find, tables
 from benchmarks.views import Found, Pictures
 
@@ -103,9 +103,12 @@ class Benchmark:
         return " ".join(["python", *self.words(places)])
 
     def pictures(self, found: Found) -> Pictures:
-        """Its charts, if views.py has a function of its name."""
-        draw: Callable[[Found], Pictures] = getattr(views, self.result, lambda _: {})
-        return draw(found)
+        """Its charts, if views.py or views_of_ranks.py has a function of its name."""
+        drawn: Pictures = {}
+        for module in (views, views_of_ranks):
+            draw: Callable[[Found], Pictures] = getattr(module, self.result, lambda _: {})
+            drawn = draw(found) or drawn
+        return drawn
 
     def tables_of(self, found: Found) -> list[Table]:
         """Its tables."""

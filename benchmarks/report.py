@@ -19,7 +19,7 @@ import jinja2
 from benchmarks import harness
 from benchmarks.charts import Bars, Chart, picture
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.tables import Table, all_numbers, measured, tables
+from benchmarks.tables import Table, all_numbers, counted, measured, tables
 from common.launch.errors import UserError
 
 HERE = Path(__file__).parent
@@ -92,7 +92,7 @@ def about(found: Mapping[str, Any]) -> str:
     for name, part in measured(found).items():
         machine = part["machine"]
         words = [str(part.get("date", "date not recorded"))]
-        words += [f"{machine['cpu']}, {machine['cores']} core(s)", f"{machine['memory_gib']} GiB"]
+        words += [machine["cpu"], counted(machine["cores"], "core"), f"{machine['memory_gib']} GiB"]
         words += [", ".join(machine["gpus"]) or "no GPU"]
         words += [f"{package} {version}" for package, version in part.get("versions", {}).items()]
         if "load_before" in part:

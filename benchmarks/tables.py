@@ -100,8 +100,13 @@ def measured(found: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {name: part for name, part in parts.items() if "machine" in part}
 
 
+def counted(number: int, noun: str) -> str:
+    """1 core, 2 cores."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
 def machines(found: Mapping[str, Any]) -> str:
     """The machines of a result, or of its parts, which may have been measured on several."""
     known = [part["machine"] for part in measured(found).values()]
-    names = (", ".join([f"{one['cpu']}, {one['cores']} core(s)", *one["gpus"]]) for one in known)
+    names = (", ".join([one["cpu"], counted(one["cores"], "core"), *one["gpus"]]) for one in known)
     return "; ".join(dict.fromkeys(names))

@@ -11,18 +11,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.charts import COLOURS, Bars, Chart, Curves, Line, Lines
-from benchmarks.latency_bandwidth import Link, ring_seconds
 
 Found = Mapping[str, Any]
 Pictures = Mapping[str, Sequence[Chart]]
-EIGHT_STEPS = {
-    "to the first device, scatter (1, 2)": "12",
-    "copy the model (3)": "3",
-    "forward, backward in threads (4, 6)": "46",
-    "gather, loss (5)": "5",
-    "add up gradients (7)": "7",
-    "update (8)": "8",
-}
 
 
 def middle(value: Any) -> float:
@@ -111,149 +102,6 @@ def loader_processes(found: Found) -> Iterator[Lines]:
         yield Lines(title, "loader processes", "images/s", lines(rows), ticks, True)
 
 
-def allreduce(found: Found) -> Pictures:
-    """Time against size with the machine's limits, and the training step."""
-    sizes = [all_reduces_by_size(ranks, of) for ranks, of in found["sizes"].items()]
-    step = found.get("step")
-    if not step:
-        return {"allreduce": sizes}
-    steps = {way: 1e3 * median(values) for way, values in step["seconds"].items()}
-    alone = steps["none"]
-    parts = {
-        way: {"computing": min(alone, ms), "waiting for the exchange": max(0.0, ms - alone)}
-        for way, ms in steps.items()
-    }
-    ratios = step["times_faster_than_ddp"].items()
-    notes = {way: f"{ratio:.2f} times DDP's speed" for way, ratio in ratios}
-    exchanging = {way: ratio for way, ratio in ratios if way != "none"}
-    best = max(exchanging, key=exchanging.__getitem__)
-    title = f"step of ResNet-18, 2 ranks x {step['batch']} image(s): {best} is fastest"
-    return {"allreduce": sizes, "allreduce_step": [Bars(title, "ms per step", parts, notes)]}
-
-
-def all_reduces_by_size(ranks: str, found: Found) -> Lines:
-    """Time against size with as many ranks, beside the limits of memory and TCP."""
-    w, loopback, memory = int(ranks), found["loopback"], median(chain(*found["memory"].values()))
-    limits = {  # seconds per byte
-        f"limit of memory, {memory / 1e9:.1f} GB/s per rank": (1 + 1 / w) / memory,
-        f"ring over plain TCP, {loopback / 1e9:.1f} GB/s": 2 * (1 - 1 / w) / loopback,
-    }
-    drawn, sizes = lines(found["seconds"], 1e3), [int(size) for size in found["memory"]]
-    for (name, per_byte), colour in zip(limits.items(), COLOURS[7:], strict=False):
-        drawn.append(Line(name, sizes, [1e3 * size * per_byte for size in sizes], colour, "--"))
-    faster = [ways["shared memory, in place"] for ways in found["times_faster_than_torch"].values()]
-    title = (
-        f"{ranks} ranks: shared memory in place {min(faster):.1f} to {max(faster):.0f} times gloo"
-    )
-    return Lines(title, "bytes", "ms per all-reduce", drawn)
-
-
-def pipeline(found: Found) -> Pictures:
-    """Speed-up against micro-batches, and where the rest of a step goes."""
-    each = found["configurations"]
-    speedups: dict[int, dict[str, float]] = {}
-    for name, of in each.items():
-        kind, count = name.rsplit(" ", 1)
-        speedups.setdefault(int(count), {})[kind] = of["speedup"]
-    counts = sorted(speedups)
-    ideal = Line("P M / (M + P - 1)", counts, [2 * m / (m + 1) for m in counts], COLOURS[-1], ":")
-    drawn = [*lines(speedups), ideal]
-    fastest = each[found["best"]["hand"]]["speedup"]
-    title, x = f"two cores are {fastest:.2f} times as fast as one", "micro-batches"
-    charts: list[Chart] = [Lines(title, x, "times one core", drawn, counts, from_zero=True)]
-    losses = {name: of["losses"] for name, of in each.items() if "losses" in of and "1f1b" in name}
-    if losses:
-        notes = {name: f"measured {each[name]['median_seconds']:.2f}" for name in losses}
-        charts.append(Bars("where the seconds of a step go", "seconds", losses, notes))
-    return {"pipeline": charts}
-
-
-def pipeline_memory(found: Found) -> Pictures:
-    """Activations that the stages keep."""
-    stages = [f"stage {number}, from {name}" for number, name in enumerate(found["stages"])]
-    kept, notes = {}, {}
-    for name, held in found["bytes"].items():
-        kept[name] = {stage: one / 2**20 for stage, one in zip(stages, held, strict=True)}
-        notes[name] = f"first stage {held[0] / 2**20:.0f}"
-    ratio = found["bytes"]["GPipe"][0] / found["bytes"]["1F1B"][0]
-    title = f"GPipe keeps {ratio:.1f} times the activations of 1F1B in the first stage"
-    unit = f"MiB at most, batch {found['batch_size']} in 8 micro-batches"
-    return {"pipeline_memory": [Bars(title, unit, kept, notes)]}
-
-
-def scaling(found: Found) -> Pictures:
-    """Measured, and calculated for more ranks."""
-    return {"scaling": [steps_by_ranks(found), exchange_by_ranks(found)]}
-
-
-def _networks(found: Found) -> Iterator[tuple[int, list[Found]]]:
-    """The calculated rows of each network with the latency that was assumed."""
-    rows = [row for row in found["extrapolation"] if row["alpha_from"] == "assumed"]
-    for gigabits in sorted({row["gigabits"] for row in rows}):
-        yield gigabits, [row for row in rows if row["gigabits"] == gigabits]
-
-
-def steps_by_ranks(found: Found) -> Lines:
-    """Steps against ranks."""
-    drawn = lines(found["steps"], 1e3, ", measured")
-    colours = {line.name.partition(",")[0]: line.colour for line in drawn}
-    for way in ("flat", "ddp", "pipeline"):
-        for (gigabits, rows), dashes in zip(_networks(found), (":", "--"), strict=False):
-            seconds = {row["ranks"]: 1e3 * row["seconds"][way] for row in rows}
-            name = f"{way}, {gigabits} Gb/s, calculated"
-            drawn.append(Line(name, [*seconds], [*seconds.values()], colours[way], dashes))
-    ticks = sorted({int(rank) for line in drawn for rank in line.xs})
-    most, cores = max(found["steps"], key=int), found["machine"]["cores"]
-    longer = middle(found["steps"][most]["ddp"]) / middle(found["steps"]["1"]["ddp"])
-    title = f"{most} ranks on {cores} core(s): a step of DDP takes {longer:.1f} times as long as 1"
-    return Lines(title, "ranks", "ms per step", drawn, ticks, from_zero=True)
-
-
-def exchange_by_ranks(found: Found) -> Lines:
-    """All-reduces of the gradients against ranks: measured, by the fit, for other networks."""
-    size, measured = found["gradient_bytes"], {}
-    for ranks, sizes in found["all_reduce"].items():
-        measured[ranks] = sizes[min(sizes, key=lambda one: abs(int(one) - size))]
-    drawn = lines(measured, 1e3, ", measured")
-    more = sorted({row["ranks"] for row in found["extrapolation"]})
-    ranks = [*map(int, measured), *more]
-    calculated: list[tuple[str, Link, list[int], str]] = []
-    for way, of in found["fit"].items():
-        calculated.append((f"{way}, by the fit", Link(of["alpha"], of["beta"]), ranks, ":"))
-    for gigabits, (row, *_) in _networks(found):
-        link = Link.network(gigabits, row["alpha"])
-        name = f"{gigabits} Gb/s, {1e6 * link.alpha:g} µs, calculated"
-        calculated.append((name, link, more, "--"))
-    for (name, link, xs, dashes), colour in zip(calculated, COLOURS, strict=False):
-        seconds = [1e3 * ring_seconds(n, size, link) for n in xs]
-        drawn.append(Line(name, xs, seconds, colour, dashes))
-    error = found["fit"]["dist.all_reduce"]["median_error"]
-    title = f"all-reduce of the gradients: the fit is off by {error:.0%} (median)"
-    return Lines(title, "ranks", "ms per all-reduce", drawn, ranks)
-
-
-def dataparallel(found: Found) -> Pictures:
-    """Speed against batch size, and the shares of the eight steps."""
-    batches = found["batches"]
-    drawn = lines({batch: of["times_one_device"] for batch, of in batches.items()})
-    x, y, ticks = "global batch, images", "times one device", list(map(int, batches))
-    by_hand = {b: of["times_one_device"].get("eight steps by hand", 0) for b, of in batches.items()}
-    pays = min((int(batch) for batch, times in by_hand.items() if times > 1), default=None)
-    title = f"two devices pay from a batch of {pays}" if pays else "speed against batch"
-    charts: list[Chart] = [Lines(title, x, y, drawn, ticks, from_zero=True)]
-    shares = {}
-    for batch, of in batches.items():
-        if "steps" in of:
-            spent = {step: median(values) for step, values in of["steps"].items()}
-            shares[f"batch {batch}"] = {
-                part: 100 * sum(spent[step] for step in steps) / sum(spent.values())
-                for part, steps in EIGHT_STEPS.items()
-            }
-    if shares:
-        charts.append(Bars("the eight steps by hand", "% of an iteration", shares))
-    return {"mnist_dataparallel": charts}
-
-
 def bert_throughput(found: Found) -> Pictures:
     """Each step from the naive recipe to ours; DataParallel and accumulation by batch size."""
     charts: Pictures = {}
@@ -266,7 +114,8 @@ def bert_throughput(found: Found) -> Pictures:
     if "batch" in found:
         by_batch = {batch: of["ratio"] for batch, of in found["batch"]["batches"].items()}
         drawn, ticks = lines(by_batch), list(map(int, by_batch))
-        title = "a step of BERT on several devices and on one, by batch"
+        most, ratios = list(by_batch.items())[-1]
+        title = f"DataParallel: {ratios['DataParallel']:.2f} times one device, batch {most}"
         x, y = "global batch, reviews", "times one device"
         charts["bert_dataparallel"] = [Lines(title, x, y, drawn, ticks, from_zero=True)]
     return charts

@@ -33,7 +33,7 @@ class Args:
     """Passes over the training set (default: 20 for digits, else 1)."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
     """GLOBAL batch size in samples, divided by the processes, then by their devices."""
-    lr: float = 0.3
+    lr: float = 0.2
     """Highest learning rate of the one-cycle schedule."""
     momentum: float = 0.9
     """Momentum of SGD (Nesterov's)."""

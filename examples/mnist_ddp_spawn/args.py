@@ -23,7 +23,7 @@ class Args:
     """Passes over the training set (default: 20 for digits, else 1)."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
     """GLOBAL batch size in samples, divided by the world size."""
-    lr: float = 0.3
+    lr: float = 0.2
     """Highest learning rate of the one-cycle schedule; with fewer than 50 steps, 0.1 learns
     more."""
     momentum: float = 0.9

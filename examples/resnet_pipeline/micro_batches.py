@@ -38,7 +38,7 @@ from common.train.precision import Precision
 from examples.resnet_pipeline.costs import measure
 from examples.resnet_pipeline.model import build
 from examples.resnet_pipeline.partition import balanced
-from examples.resnet_pipeline.timeline import bubble, draw
+from examples.resnet_pipeline.timeline import COLOURS, bubble, draw
 from examples.resnet_pipeline.toy import two_devices
 from examples.resnet_pipeline.two_devices import PipelineParallelResNet
 from examples.resnet_pipeline.two_halves import TwoHalves
@@ -140,13 +140,17 @@ def draw_sweep(path: Path, found: dict[int, float], batch: int, alone: float) ->
     best = min(found, key=lambda size: found[size])
     figure, axis = pyplot.subplots(figsize=(6, 3.6))
     times = [1e3 * value for value in found.values()]
-    axis.plot(list(found), times, marker="o", label="two devices")
-    optimum = [best], [1e3 * found[best]]
-    axis.plot(*optimum, "o", ms=12, fillstyle="none", color="C3", label=f"optimum: {best}")
-    axis.axhline(1e3 * alone, color="grey", linestyle="--", label="un-split, one device")
+    axis.plot(list(found), times, marker="o", color=COLOURS["F"])
+    axis.axhline(1e3 * alone, color="grey", linestyle="--")
+    ends = {"un-split, one device": (1e3 * alone, "grey"), "two devices": (times[-1], COLOURS["F"])}
+    for name, (height, colour) in ends.items():
+        at = (1.02, height)
+        axis.annotate(name, at, xycoords=("axes fraction", "data"), color=colour, va="center")
+    gain = f"split size {best} is fastest: {alone / found[best]:.2f} times one device"
+    axis.set_title(gain, loc="left", fontsize=10)
     label = f"split size (batch {batch})"
     axis.set(xlabel=label, ylabel="milliseconds per step", ylim=(0, None))
-    axis.legend()
+    axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 

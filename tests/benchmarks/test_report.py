@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from benchmarks import all as every
-from benchmarks import charts, readme, report, views
+from benchmarks import charts, readme, report, views, views_of_ranks
+from benchmarks.charts import Lines
 from benchmarks.registry import BENCHMARKS, Benchmark, Claim
 from tests.conftest import ROOT, Programs
 
@@ -104,11 +105,16 @@ def test_results_of_other_machines(tmp_path: Path) -> None:
     assert ">0.8; 0.87<" in html  # after the first epoch and the second
 
 
+def scaling_charts(found: views.Found) -> list[Lines]:
+    drawn = [chart for each in views_of_ranks.scaling(found).values() for chart in each]
+    return [chart for chart in drawn if isinstance(chart, Lines)]
+
+
 def test_what_was_measured_and_what_was_calculated_look_different() -> None:
     found = json.loads((RESULTS / "scaling.json").read_text())
-    for chart in (views.steps_by_ranks(found), views.exchange_by_ranks(found)):
+    assert [len(chart.lines) for chart in scaling_charts(found)] == [3, 3, 4]
+    for chart in scaling_charts(found):
         drawn = charts.figure([chart]).axes[0].get_lines()
-        assert len(drawn) > 5
         for line in drawn:
             measured = str(line.get_label()).endswith("measured")
             assert measured == (line.get_linestyle() == "-") == (line.get_markerfacecolor() != "white")

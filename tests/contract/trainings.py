@@ -12,7 +12,7 @@ from tests.runs import RECORD, SMALL_RESNET, tiny_imagenet
 warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
 FOLDER = "FOLDER"  # stands for a folder of small images
 EXAMPLES: dict[str, tuple[object, ...]] = {
-    # at the default rate of 0.3, rounding grows a hundredfold within the losses that are compared
+    # at a higher rate, rounding grows within the losses that are compared
     "mnist_dataparallel": ("--epochs", 6, "--lr", 0.1),
     "mnist_ddp_spawn": ("--epochs", 6, "--lr", 0.1),
     "imagenet_ddp": (FOLDER, "--epochs", 8, "-b", 12, "--image-size", 32, "--lr", 0.05),

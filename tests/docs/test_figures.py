@@ -19,6 +19,7 @@ PAGES = [page for pair in translations() for page in pair]
 CHARTS = {
     "allreduce_step": "allreduce",
     "bert_dataparallel": "bert_throughput",
+    "scaling_exchange": "scaling",
 }  # the others have the name of their result
 RAW = ("samples", "lines")  # what no page quotes; their medians stand beside them
 NUMBER = re.compile(r"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)(?= ?([^\W\d_]+|%|µs)?)")

@@ -137,8 +137,8 @@ def test_the_default_run_is_the_same_for_any_number_of_ranks(on_digits: dict[int
     for out in outs[1:]:
         assert result(out)["metrics"] == expected
         assert predictions(out) == predictions(outs[0])
-        # 240 steps at a high learning rate amplify float32's rounding: seen 3e-5. The plain loop is compared closer.
-        torch.testing.assert_close(losses(out), losses(outs[0]), rtol=1e-3, atol=0)
+        # 240 steps amplify float32's rounding: seen 4e-7. At a higher learning rate it grows a hundredfold.
+        torch.testing.assert_close(losses(out), losses(outs[0]), rtol=1e-5, atol=0)
 
 
 def test_the_contract(on_digits: dict[int, Path]) -> None:
@@ -165,7 +165,7 @@ def test_the_contract(on_digits: dict[int, Path]) -> None:
     assert found["metrics"].keys() == {"accuracy", "precision", "recall", "f1", "auc", "best_accuracy"}
     assert found["final_loss"] == losses(out)[-1]
     assert found["samples_per_second"] > 0
-    defaults: Result = {"lr": 0.3, "momentum": 0.9, "weight_decay": 2e-3, "label_smoothing": 0.1, "seed": 0}
+    defaults: Result = {"lr": 0.2, "momentum": 0.9, "weight_decay": 2e-3, "label_smoothing": 0.1, "seed": 0}
     defaults |= {"workers": 0, "epochs": 20, "precision": "fp32", "nproc": 2, "out": str(out), "channels_last": "no"}
     assert {name: found["arguments"][name] for name in defaults} == defaults
     assert found["host"] == platform.node()
