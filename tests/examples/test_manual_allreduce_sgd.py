@@ -219,6 +219,25 @@ def test_memory_that_cannot_be_allocated_is_a_users_mistake(programs: Programs, 
     assert re.search(r"error: [\d,]+ bytes of shared memory could not be allocated \(File too large\)", done.stderr)
 
 
+IN_ANOTHER_CONTAINER = """
+from datetime import timedelta
+import torch.distributed as dist
+from common.launch.errors import UserError
+from examples.manual_allreduce_sgd import shared_memory
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+shared_memory.allocate = lambda size: 999  # which the process of that number does not have here
+try:
+    shared_memory.SharedMemory(100, timedelta(seconds=5), [[0]])
+except UserError as error:
+    print(error)
+"""
+
+
+def test_memory_of_another_container_is_a_users_mistake(programs: Programs) -> None:
+    said = programs.run("-c", IN_ANOTHER_CONTAINER).stdout
+    assert said.startswith("the memory of this node's first process could not be opened (No such file or directory): ")
+
+
 ALL_WAS_DONE = """
 import torch
 import torch.distributed as dist
