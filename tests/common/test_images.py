@@ -26,6 +26,7 @@ from common.images.decode import BrokenImageError, decode, dimensions
 from common.images.folder import ImageFolder, LabelsOnly
 from common.images.loader import eval_loader, train_loader
 from common.images.sets import image_folders, load_images, synthetic_images
+from common.images.shapes import drawn_images
 from common.launch.errors import UserError
 from common.train.amp import MixedPrecision
 from common.train.precision import Precision
@@ -334,6 +335,35 @@ def test_without_a_folder_ten_shapes_are_drawn_once(tmp_path: Path, capsys: pyte
     assert torch.equal(again.train.__getitems__(keys).images, data.train.__getitems__(keys).images)
     with pytest.raises(UserError, match="--dummy makes images up"):
         ImageArgs(dummy=True, directory=tmp_path)
+
+
+PLACES = {"centre": (0.5, 0.5), "left": (0.5, 0.05), "above": (0.25, 0.5), "corner": (0.04, 0.04), "foot": (0.96, 0.05)}
+DRAWN = {
+    "circle": {"centre", "left", "above"},
+    "ring": {"left"},
+    "square": set(PLACES),
+    "frame": {"left", "corner", "foot"},
+    "triangle": {"centre", "above", "foot"},
+    "cross": {"centre", "corner", "foot"},
+}
+
+
+@pytest.mark.usefixtures("alone")
+def test_shapes_are_what_they_are_called(tmp_path: Path) -> None:
+    folder = drawn_images(tmp_path, train=30, val=0, size=160) / "train"
+    for file in sorted(folder.rglob("*.jpg")):
+        shape, bright = file.parent.name, np.asarray(Image.open(file)).max(axis=2) > 110
+        rows, columns = (np.flatnonzero(bright.mean(axis=axis) > 0.03) for axis in (1, 0))
+        found = bright[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        height, width = found.shape
+        if shape in DRAWN:
+            assert abs(height - width) <= 3
+            assert (found == found[:, ::-1]).mean() > 0.9
+            filled = {name for name, (y, x) in PLACES.items() if found[int(y * height), int(x * width)]}
+            assert filled == DRAWN[shape], shape
+        else:
+            across, down = found.mean(axis=1).std(), found.mean(axis=0).std()
+            assert {"stripes-across": across > 5 * down, "stripes-down": down > 5 * across}.get(shape, True)
 
 
 # -------------------------------------------------------------------------------------------------------- cache

@@ -253,6 +253,14 @@ def test_the_contract(undisturbed: Result) -> None:
     )
 
 
+def test_noise_follows_from_each_of_its_seeds() -> None:
+    """The reference draws the same noise, and would not see that every step has the same."""
+    seeds = [(0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 1, 1), (0, 0, 2)]
+    drawn = {each: noise(3, 4, *each) for each in seeds}
+    assert all(torch.equal(drawn[each], noise(3, 4, *each)) for each in seeds)
+    assert len({tuple(values.flatten().tolist()) for values in drawn.values()}) == len(seeds)
+
+
 def test_frechet_distance() -> None:
     real = scaled(digits().test.pixels)
     assert frechet_distance(real, real) == pytest.approx(0, abs=1e-6)

@@ -5,7 +5,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +202,22 @@ def test_a_report_that_fails_hides_no_reason(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(report, "show", fails)
     report.report(RuntimeError("the reason"))
     assert asked == [report._first_to_report, report._reported], "the others need not wait for the table"
+
+
+def test_a_process_is_known_by_when_it_began() -> None:
+    """Its number may be another's later, and nobody must take that one for the rank."""
+    first = subprocess.Popen(["sleep", "60"])
+    time.sleep(0.1)
+    second = subprocess.Popen(["sleep", "60"])
+    try:
+        ticks = int(ask.began(second.pid)) - int(ask.began(first.pid))
+        assert 5 <= ticks <= 100 * here(1), "of 10 ms"
+        assert ask.began(first.pid) == ask.began(first.pid)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.wait()
+    assert ask.began(first.pid) == ""
 
 
 def test_a_strangers_datagram_is_no_answer() -> None:
