@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import charts
+from benchmarks.inputs import OF_IMAGES, inputs
 from benchmarks.registry import Benchmark
 from benchmarks.report import RUN, about, claims, load, shown
 from benchmarks.tables import machines, measured
@@ -22,10 +23,6 @@ samples are in the JSON files; [the report](results/report.html) has all tables,
 disk. `make bench` measures again; `make report` makes this page and the report from the results.
 
 """
-IMAGES = (
-    "{count:,} JPEGs of {median_width:.0f}x{median_height:.0f} pixels (median), "
-    "{mean_kib:.3g} KiB each (mean)"
-)
 
 
 def cells(row: Sequence[str]) -> str:
@@ -40,7 +37,7 @@ def section(benchmark: Benchmark, found: Mapping[str, Any]) -> str:
     images = [
         part["images"] for part in measured(found).values() if isinstance(part.get("images"), dict)
     ]
-    lines += [f"Measured on {IMAGES.format_map(one)}.\n" for one in images]
+    lines += [f"Measured on {OF_IMAGES.format_map(one)}.\n" for one in images]
     for stem, drawn in benchmark.pictures(found).items():
         if (HERE / "results" / f"{stem}.png").exists():
             titles = "; ".join(chart.title for chart in drawn)
@@ -56,6 +53,9 @@ def page(results: Mapping[str, Any]) -> str:
     table = claims(results, known)
     text = HEAD + cells(table.head) + "|---" * len(table.head) + "|\n"
     text += "".join(map(cells, table.rows))
+    given = inputs(results)
+    text += "\n## Inputs\n\nWhat each figure was measured on; - is not recorded.\n\n"
+    text += cells(given.head) + "|---" * len(given.head) + "|\n" + "".join(map(cells, given.rows))
     parts = [section(one, results[one.result]) for one in known if one.result in results]
     return "\n".join([text, *parts])
 

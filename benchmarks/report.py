@@ -18,6 +18,7 @@ import jinja2
 
 from benchmarks import harness
 from benchmarks.charts import Bars, Chart, picture
+from benchmarks.inputs import inputs
 from benchmarks.registry import BENCHMARKS, Benchmark
 from benchmarks.tables import Table, all_numbers, counted, measured, tables
 from common.launch.errors import UserError
@@ -143,6 +144,7 @@ def page(results: Mapping[str, Any]) -> str:
     return page.get_template("report.html.jinja").render(
         style=(HERE / "report.css").read_text(),
         claims=claims(results, known),
+        inputs=inputs(results),
         run=run,
         runs=tables("", {row.pop("name"): row for row in rows}),
         sections=sections,

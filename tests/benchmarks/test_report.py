@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import all as every
-from benchmarks import charts, readme, report, views, views_of_ranks
+from benchmarks import charts, inputs, readme, report, views, views_of_ranks
 from benchmarks.charts import Lines
 from benchmarks.registry import BENCHMARKS, Benchmark, Claim
 from tests.conftest import ROOT, Programs
@@ -124,6 +124,20 @@ def test_what_was_measured_and_what_was_calculated_look_different() -> None:
     cells = {name: set(column) for name, *column in zip(calculated.head, *calculated.rows, strict=True)}
     assert cells["ranks"] == {"8", "64", "512"}
     assert cells["gigabits"] == {"100", "400"}
+
+
+def test_the_table_of_inputs_follows_the_results() -> None:
+    """Count and size of images, ranks that were measured (not those calculated), threads, date, machine."""
+    found = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in ("scaling", "imagenet_throughput")}
+    found["imagenet_throughput"]["input"]["images"] |= {"count": 1234, "median_width": 500.0, "median_height": 375.0}
+    found["imagenet_throughput"]["input"]["date"] = "2027-01-02T03:04:05"
+    found["scaling"] |= {"threads": 7, "machine": {"cpu": "Z80", "cores": 1, "gpus": ["H100"]}}
+    table = {row[0]: dict(zip(inputs.HEAD, row, strict=True)) for row in inputs.inputs(found).rows}
+    assert table["imagenet_throughput, input"]["images or texts"].startswith("1,234 JPEGs of 500x375 ")
+    assert table["imagenet_throughput, input"]["date"] == "2027-01-02"
+    assert table["imagenet_throughput, training"]["ranks"] == "1, 2"
+    scaling = table["scaling"]
+    assert [scaling[name] for name in ("machine", "ranks", "threads")] == ["Z80, 1 core, H100", "1, 2, 3, 4", "7"]
 
 
 def test_verdicts(tmp_path: Path) -> None:

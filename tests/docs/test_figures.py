@@ -1,5 +1,6 @@
 """Numbers beside a link to a result are those of its JSON; machine and inputs, too."""
 
+import calendar
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ CHARTS = {
     "scaling_exchange": "scaling",
 }  # the others have the name of their result
 RAW = ("samples", "lines")  # what no page quotes; their medians stand beside them
+MONTHS = list(calendar.month_name)
 NUMBER = re.compile(r"(?<![A-Za-z0-9_.,-])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)(?= ?([^\W\d_]+|%|µs)?)")
 FACTORS = {"ms": 1e3, "µs": 1e6, "%": 100, "KiB": 2**-10, "MiB": 2**-20, "GB": 1e-9, "MB": 1e-6}
 
@@ -116,9 +118,24 @@ def unknown(line: str, results: list[Any]) -> list[str]:
     return [] if whole else [f"not of one record: {line}"]
 
 
+def dates(text: str) -> set[str]:
+    """The days that a text writes down, in ISO's form."""
+    named = re.findall(rf"(\d{{1,2}}) ({'|'.join(MONTHS[1:])}) (\d{{4}})", text)
+    found = [(year, MONTHS.index(month), day) for day, month, year in named]
+    found += re.findall(r"(\d{4})(?: 年 ?|-)(\d{1,2})(?: 月 ?|-)(\d{1,2})", text)
+    return {f"{year}-{int(month):02}-{int(day):02}" for year, month, day in found}
+
+
+def measured_on(result: Any) -> set[str]:
+    """The days on which a result, or its parts, was measured."""
+    parts = [result, *(part for part in result.values() if isinstance(part, dict))]
+    return {part["date"][:10] for part in parts if "date" in part}
+
+
 def wrong(page: File, text: str) -> list[str]:
     """The numbers of a page that no linked result has, and machines and inputs that it does not name."""
-    found = []
+    days = set().union(*(measured_on(RESULTS[name]) for name in named(text)))
+    found = [f"nothing here was measured on {day}" for day in sorted(dates(plain(text)) - days) if days]
     for unit, section, names in units(page, text):
         results = [RESULTS[name] for name in names]
         found += [f"{names}: {each}" for line in plain_lines(unit) for each in unknown(line, results)]
@@ -178,3 +195,26 @@ def test_another_machine_and_other_images_are_seen() -> None:
     assert wrong(page, text.replace("AMD", "Intel")) == ["imagenet_throughput: does not name AMD"]
     photographs = text.replace("1,000 drawn JPEGs of 224x224", "215 JPEGs of about 500x375")
     assert "imagenet_throughput: does not name 1,000" in wrong(page, photographs)
+
+
+@pytest.mark.parametrize(
+    ("page", "true", "planted"),
+    [
+        ("README.md", "8.3 s", "8.7 s"),
+        ("README.zh-CN.md", "8.3", "8.7"),
+        ("docs/en/comparison.md", "2,232", "2,332"),
+        ("docs/zh/comparison.md", "2,232", "2,332"),
+        ("docs/en/comparison.md", "224x224", "225x224"),
+        ("docs/zh/comparison.md", "224x224", "225x224"),
+        ("docs/en/comparison.md", "1,000 ", "1,100 "),
+        ("docs/zh/comparison.md", "1,000 ", "1,100 "),
+        ("docs/en/comparison.md", "22 November 2026", "23 November 2026"),
+        ("docs/zh/comparison.md", "11 月 22 日", "11 月 23 日"),
+        ("examples/imagenet_ddp/README.md", "224x224", "225x224"),
+        ("examples/imagenet_ddp/README.zh-CN.md", "224x224", "225x224"),
+    ],
+)
+def test_a_changed_value_size_count_or_date_is_seen(page: str, true: str, planted: str) -> None:
+    text = (ROOT / page).read_text()
+    assert true in text
+    assert wrong(ROOT / page, text.replace(true, planted)) != []
