@@ -1,0 +1,235 @@
+"""A lost rank does not end the job: processes that are killed at chosen moments, against a replay in one process."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.data.idx import ImageData, idx_folder
+from tests.conftest import Programs
+from tests.examples.survive_replay import replayed
+from tests.examples.test_manual_allreduce_sgd import plain_loop
+from tests.make_data import write_idx
+from tests.runs import Eventually, mutated, result
+
+FOLDER = "examples/manual_allreduce_sgd"
+SURVIVE = ("-m", "examples.manual_allreduce_sgd.survive", "--epochs", 3, "-b", 24, "--lr", 0.1, "--threads", 1)
+STEPS = 27
+KILL, STOP, FAIL = "kill", "stop", "fail"
+Fault = tuple[str, int, int, str]  # moment, member, step or generation, what happens
+
+# A copy of the project in which members have accidents, wherever this is called.
+ACCIDENT = '''
+def accident(moment: str, member: int, number: int) -> None:
+    """Have the one that is planned for this moment, if any."""
+    match FAULTS.pop((moment, member, number), None):
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "fail":
+            raise RuntimeError("as if a connection had closed")
+
+
+def await_knock(membership: Membership, done: int) -> bool:
+    """Newcomers are heard in step 6, in which all wait for one."""
+    while done == 6 and not membership.somebody_knocks():
+        time.sleep(0.01)
+    return done == 6
+
+
+@contextmanager'''
+SUM, AGREED = "ring(message)  # the sum over the ranks", "        with communication():\n            dist.init_process"
+HOOKS = (
+    ("survive.py", "import NOTHING, ", "import NOTHING, accident, "),
+    (
+        "survive.py",
+        SUM,
+        'accident("before", membership.me, done)\n                ring(message)\n'
+        '                accident("after", membership.me, done)',
+    ),
+    (
+        "survive.py",
+        'membership.store.set("finished", "")\n',
+        'membership.store.set("finished", "")\n        accident("written", membership.me, 0)\n',
+    ),
+    ("membership.py", AGREED, f'        accident("agreed", self.me, self.generation)\n{AGREED}'),
+    (
+        "membership.py",
+        "dist.broadcast(state",
+        'accident("broadcast", self.me, self.generation)\n                dist.broadcast(state',
+    ),
+    (
+        "allreduce.py",
+        "    send = dist.P2POp(",
+        "    global calls\n    calls += 1\n"
+        '    accident("exchange", int(os.environ["RANK"]), calls)\n    send = dist.P2POp(',
+    ),
+    ("allreduce.py", "import torch\n", "import os\nimport torch\nfrom .membership import accident\ncalls = 0\n"),
+)
+
+
+def with_faults(folder: Path, faults: tuple[Fault, ...], *changes: tuple[str, str, str]) -> Path:
+    """A copy of the project with these accidents, and with what else is changed."""
+    planned = {fault[:3]: fault[3] for fault in faults}
+    defined = f"import os\nimport signal\n\nFAULTS = {planned}\n{ACCIDENT}"
+    hooks = (*changes, *HOOKS, ("membership.py", "\n@contextmanager", defined))
+    return mutated(folder, *((f"{FOLDER}/{file}", old, new) for file, old, new in hooks))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> ImageData:
+    """193 samples: the last of 9 batches has one, so that all ranks but the first have none."""
+    folder = tmp_path_factory.mktemp("small")
+    write_idx(folder, train=193, test=101, size=12, classes=10)
+    return idx_folder(folder)
+
+
+def check(data: ImageData, out: Path, expected: list[tuple[int, list[int]]]) -> None:
+    """The history is the expected one, and its replay has the same bits; one process's training is close."""
+    found = result(out)
+    assert [(each["steps_done"], each["members"]) for each in found["generations"]] == expected
+    assert found["parameter_hash"] == replayed(data, found, 24, 0.1)
+    model, _ = plain_loop(data)
+    for name, value in load_file(out / "model.safetensors").items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------- losses
+
+ALL, LEFT = [0, 1, 2], [0, 2]
+HALF = (("after", 1, 4, KILL), ("after", 2, 4, FAIL))  # member 0 alone has taken step 4
+FIFTH = 4 * 4  # exchanges of three ranks in four steps
+MOMENTS = {
+    "before the all-reduce": ([("before", 1, 4, KILL)], [(4, LEFT)]),
+    "in its first exchange": ([("exchange", 1, FIFTH + 1, KILL)], [(4, LEFT)]),
+    "in its third exchange": ([("exchange", 1, FIFTH + 3, KILL)], [(4, LEFT)]),
+    "after the all-reduce": ([("after", 1, 4, KILL)], [(5, LEFT)]),
+    "when one has the sum, and another not": (HALF, [(5, LEFT)]),
+    "and the one that has it, too": ((*HALF, ("broadcast", 0, 1, KILL)), [(5, LEFT), (4, [2])]),
+    "two at once": ([("before", 0, 4, KILL), ("before", 1, 4, KILL)], [(4, [2])]),
+    "in the last step": ([("before", 0, 26, KILL)], [(26, [1, 2])]),
+    "after the result is written": ([("written", 0, 0, KILL)], [(27, ALL), (27, [1, 2])]),
+    "before the first step": ([("agreed", 1, 0, KILL)], [(0, LEFT)]),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_lost_rank_does_not_end_the_job(programs: Programs, tmp_path: Path, data: ImageData, moment: str) -> None:
+    faults, then = MOMENTS[moment]
+    folder, out = with_faults(tmp_path / "project", tuple(faults)), tmp_path / "out"
+    short = 2 if faults[0][0] == "agreed" else 60  # a group that connects waits for all
+    words = (*SURVIVE, "--nproc", 3, "--timeout", short, "--dataset", data.name, "--out", out)
+    programs.run(*words, cwd=folder)
+    last = [] if then[-1][0] == STEPS else [(STEPS, then[-1][1])]
+    check(data, out, [(0, ALL), *then, *last])
+
+
+def test_an_undisturbed_run(programs: Programs, tmp_path: Path, data: ImageData) -> None:
+    programs.run(*SURVIVE, "--nproc", 4, "--dataset", data.name, "--out", tmp_path)
+    check(data, tmp_path, [(0, [0, 1, 2, 3]), (STEPS, [0, 1, 2, 3])])
+
+
+# Each breaks one thing, at which a run with a lost rank must end otherwise: (file, before, after), moment, code
+MUTATIONS = {
+    "the step is not redone": (("survive.py", "   continue\n", "   done += 1\n            continue\n"), 0, 1),
+    "the share is that of three": (("survive.py", "dist.get_world_size())", "3)"), 0, 1),
+    "nobody is brought up to date": (("membership.py", "if min(done) < max(done):", "if False:"), 4, 1),
+    "a step that is done is taken back": (("membership.py", "max(done)", "min(done)"), 4, 1),
+    "the momentum is not given on": (("replica.py", ".values(), *momenta,", ".values(),"), 4, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_are_seen(programs: Programs, tmp_path: Path, data: ImageData, name: str) -> None:
+    change, moment, code = MUTATIONS[name]
+    faults, then = list(MOMENTS.values())[moment]
+    folder, out = with_faults(tmp_path / "project", tuple(faults), change), tmp_path / "out"
+    words = (*SURVIVE, "--nproc", 3, "--timeout", 60, "--dataset", data.name, "--out", out)
+    done = programs.run(*words, cwd=folder, code=code)
+    if code:
+        assert re.search("CheckError: .* samples of the epoch were lost, or trained on twice", done.stderr), done.stderr
+    else:
+        with pytest.raises(AssertionError):
+            check(data, out, [(0, ALL), *then, (STEPS, then[-1][1])])
+
+
+# ------------------------------------------------------------------------------------------------------- newcomers
+
+
+WAIT = (
+    ("survive.py", "float(membership.somebody_knocks())", "float(await_knock(membership, done))"),
+    ("survive.py", "import NOTHING, ", "import NOTHING, await_knock, "),
+)
+
+
+def test_a_newcomer_goes_on_alone(programs: Programs, tmp_path: Path, data: ImageData) -> None:
+    """It comes in the middle of epoch 1, and loses all others in epoch 3: it has had everything from them."""
+    faults: tuple[Fault, ...] = (
+        ("before", 1, 4, KILL),
+        ("before", 0, 20, KILL),
+        ("before", 2, 22, KILL),
+    )
+    once = ("survive.py", "if args.replace:", "if args.replace and number == 1:")
+    folder, out = with_faults(tmp_path / "project", faults, once, *WAIT), tmp_path / "out"
+    words = (*SURVIVE, "--nproc", 3, "--replace", "--timeout", 60, "--dataset", data.name, "--out", out)
+    programs.run(*words, cwd=folder)
+    check(data, out, [(0, ALL), (4, LEFT), (7, [0, 2, 3]), (20, [2, 3]), (22, [3]), (STEPS, [3])])
+
+
+def test_a_silent_rank_is_given_up_and_comes_back(
+    programs: Programs, tmp_path: Path, data: ImageData, eventually: Eventually
+) -> None:
+    """As on a machine that hangs for a while: no connection closes."""
+    faults: tuple[Fault, ...] = (("before", 1, 4, STOP),)
+    folder, out, log = with_faults(tmp_path / "project", faults, *WAIT), tmp_path / "out", tmp_path / "log"
+    words = (*SURVIVE, "--nproc", 3, "--timeout", 3, "--dataset", data.name, "--out", out)
+    process = programs.start(*words, cwd=folder, log=log)
+    eventually(lambda: "after step 4: members 0, 2\n" in log.read_text(), 60, "the others go on")
+    (silent,) = re.findall(r"^member 1 is process (\d+)$", log.read_text(), re.MULTILINE)
+    os.kill(int(silent), signal.SIGCONT)
+    assert process.wait(120) == 0, log.read_text()
+    check(data, out, [(0, ALL), (4, LEFT), (7, ALL), (STEPS, ALL)])
+
+
+def test_two_nodes(programs: Programs, tmp_path: Path, data: ImageData, free_port: int) -> None:
+    """Two processes that start two members each; one member of the second is lost, and replaced."""
+    folder = with_faults(tmp_path / "project", (("before", 3, 4, KILL),), *WAIT)
+    words = (*SURVIVE, "--nproc", 2, "--replace", "--timeout", 60, "--dataset", data.name, "--out", tmp_path / "out")
+    meeting = ("--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}")
+    nodes = [programs.start(*words, *meeting, "--rank", node, cwd=folder) for node in (0, 1)]
+    for node in nodes:
+        programs.finish(node)
+    all_four = [0, 1, 2, 4]
+    check(data, tmp_path / "out", [(0, [0, 1, 2, 3]), (4, [0, 1, 2]), (7, all_four), (STEPS, all_four)])
+
+
+# ----------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_all_are_lost(programs: Programs, tmp_path: Path, data: ImageData) -> None:
+    """And newcomers have nobody to ask."""
+    folder = with_faults(tmp_path / "project", (("before", 0, 4, KILL), ("before", 1, 4, KILL)))
+    words = (*SURVIVE, "--nproc", 2, "--replace", "--timeout", 60, "--dataset", data.name, "--out", tmp_path / "out")
+    done = programs.run(*words, cwd=folder, code=1)
+    assert done.stderr == "error: all members are lost: nobody was left to go on\n"
+
+
+def test_an_error_ends_the_job(programs: Programs, tmp_path: Path, data: ImageData) -> None:
+    """It would come again in all others, one after the other."""
+    change = ("replica.py", "        share = batch[", "        assert rank != 1, 'broken'\n        share = batch[")
+    folder = with_faults(tmp_path / "project", (), change)
+    words = (*SURVIVE, "--nproc", 3, "--replace", "--dataset", data.name, "--out", tmp_path / "out")
+    done = programs.run(*words, cwd=folder, code=1)
+    assert re.search(r"error: rank 1: .*AssertionError: broken\n", done.stderr, re.DOTALL), done.stderr
+
+
+def test_torchrun_is_refused(programs: Programs, tmp_path: Path) -> None:
+    torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    env = dict(zip(torchrun, "0011", strict=True))
+    done = programs.run(*SURVIVE, "--out", tmp_path, env=env, code=2)
+    assert done.stderr == "error: survive starts its processes by itself: srun and torchrun end all of them\n"
