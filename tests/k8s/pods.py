@@ -108,6 +108,8 @@ def resources(job: Manifests) -> Iterator[str]:
     if any(asked.get(name) != count or limits.get(name) != count for name, count in rdma.items()):
         yield "RDMA devices: request and limit differ"
     gpus = int(limits.get("nvidia.com/gpu", 0))
+    if job.environment(0).get("NVIDIA_VISIBLE_DEVICES") != (None if gpus else "void"):
+        yield "the image's `all` gives a pod that asks for none the GPUs of its node, or a pod's own are hidden"
     one = job.container["image"].rpartition("/")[2].partition(":")[0] in DATA_PARALLEL or not gpus
     if job.processes != (1 if one else gpus):
         yield f"{gpus} GPUs for another number of processes"

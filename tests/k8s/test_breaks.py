@@ -111,6 +111,7 @@ BREAKS: dict[str, Callable[[Manifests], Any]] = {
     "another program": lambda job: job.container.update(image=f"{REGISTRY}/gan_ddp:0.1.0"),
     "another first process": lambda job: job.container.update(command=["sh", "-c"]),
     "five minutes on a dead node": lambda job: job.pod["tolerations"].pop(0),
+    "GPUs of others": lambda job: entry(job, "NVIDIA_VISIBLE_DEVICES").update(value="all"),
     "cores of others": lambda job: job.container["resources"]["requests"].update(cpu="500m"),
     "a topology without a queue": lambda job: job.job["template"]["metadata"].update(
         annotations={"kueue.x-k8s.io/podset-required-topology": "rack"}

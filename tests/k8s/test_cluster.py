@@ -10,17 +10,19 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
+from tests.k8s.pods import pod_security
 from tests.k8s.policy import QUEUE, complaints
 from tests.k8s.rendered import Manifests, manifests
 from tests.k8s.test_manifests import ALL, EXAMPLES, OVERLAYS, VARIANTS, invalid
 
 PAGE = (ROOT / "k8s" / "README.md").read_text()
-# What may be added to an overlay, and the rule of tests/k8s/policy.py that then speaks, if one does.
+# What may be added to an overlay, and the rules of tests/k8s/policy.py that then speak, if any do.
 ADDED = {
     "data-volume": "folders",  # of a program that does not read /data
     "deadline": "",
     "dns-node-cache": "network",
     "dns-openshift": "network",
+    "openshift": "hardening network",
     "drain": "failures",
     "gpu-product": "",
     "kueue": "",
@@ -60,7 +62,7 @@ def test_every_component_fits_every_kind(copied: Path, kind: str, component: str
     names = (component, kind) if kind != "job" else (component,)
     job = own(copied, f"{kind}-{component}", "gan_ddp_gpu", names)
     assert [problem for document in job.documents for problem in invalid(document)] == []
-    assert {complaint.partition(":")[0] for complaint in complaints(job)} == {ADDED[component]} - {""}
+    assert {complaint.partition(":")[0] for complaint in complaints(job)} == set(ADDED[component].split())
     assert str(job.documents) != str(manifests(f"{'overlays' if kind == 'job' else f'variants/{kind}'}/gan_ddp_gpu"))
 
 
@@ -102,7 +104,7 @@ def test_every_component_is_used_or_described() -> None:
     used = "".join((ROOT / "k8s" / folder / "kustomization.yaml").read_text() for folder in ALL)
     names = {path.name for path in (ROOT / "k8s" / "components").iterdir()}
     unused = {name for name in names if f"components/{name}\n" not in used}
-    assert unused == {"dns-node-cache", "dns-openshift", "nodes"}
+    assert unused == {"dns-node-cache", "dns-openshift", "nodes", "openshift"}
     assert names <= set(re.findall(r"`([\w-]+)`", PAGE))
     assert ADDED.keys() <= names
 
@@ -186,6 +188,27 @@ def test_dns_of_other_clusters(copied: Path, component: str) -> None:
     before: list[Any] = manifests("overlays/gan_ddp").of("NetworkPolicy")[0]["spec"]["egress"]
     ports = [{"protocol": protocol, "port": to[1]} for protocol in ("UDP", "TCP")]
     assert job.of("NetworkPolicy")[0]["spec"]["egress"] == [*before, {"to": [to[0]], "ports": ports}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_openshift_chooses_the_user(copied: Path, kind: str) -> None:
+    """Its default rule, restricted-v2, refuses fixed ids; all else of Pod Security stays, and its DNS is allowed."""
+    job = own(copied, f"openshift-alone-{kind}", "gan_ddp", ("openshift", *[kind] * (kind != "job")))
+    before = manifests(f"{'overlays' if kind == 'job' else f'variants/{kind}'}/gan_ddp")
+    fixed = {"runAsUser", "runAsGroup", "fsGroup"}
+    context = before.pod["securityContext"]
+    assert fixed <= context.keys()
+    assert job.pod["securityContext"] == {name: value for name, value in context.items() if name not in fixed}
+    assert list(pod_security(job)) == []
+    ports = [{"protocol": protocol, "port": 5353} for protocol in ("UDP", "TCP")]
+    assert job.of("NetworkPolicy")[0]["spec"]["egress"][-1] == {"to": [EGRESS["dns-openshift"][0]], "ports": ports}
+
+
+def test_gpus_that_are_added_are_seen(copied: Path) -> None:
+    """`gpu` after `cpu` takes back what hides the GPUs of a node."""
+    job = own(copied, "gpu-after-cpu", "gan_ddp", ("gpu",))
+    assert "NVIDIA_VISIBLE_DEVICES" not in job.environment(0)
+    assert complaints(job) == []
 
 
 def test_a_drain_that_goes_on(copied: Path) -> None:
