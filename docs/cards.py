@@ -29,8 +29,8 @@ def by_hand() -> tuple[str, str]:
 
 def gan() -> tuple[str, str]:
     """Two networks against each other."""
-    parts = [box(8, 28, 62, 30, "generator", ORANGE, 11), arrow(70, 43, 108, 43)]
-    parts += [box(110, 28, 74, 30, "discriminator", BLUE, 11), write(90, 36, "fake", 10)]
+    parts = [box(8, 28, 62, 30, "generator", ORANGE, 10), arrow(70, 43, 108, 43)]
+    parts += [box(110, 28, 74, 30, "discriminator", BLUE, 10), write(90, 36, "fake", 10)]
     return card("gan_ddp", *parts, write(147, 14, "real", 10), arrow(147, 16, 147, 27))
 
 
