@@ -1,13 +1,16 @@
 """Metrics against definitions written out, and numbers that are not defined."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from common.train import machine
-from common.train.evaluate import classification_metrics
+from common.train.evaluate import classification_metrics, evaluate
 from common.train.log import Log
 
 
@@ -45,6 +48,16 @@ def test_top5_and_many_classes() -> None:
     top = torch.tensor([[7, 1, 2, 3, 4], [1, 2, 3, 4, 7], [1, 2, 3, 4, 5], [9, 8, 6, 5, 4]])
     found = classification_metrics(top, torch.tensor([7, 7, 7, 9]), 1000, torch.empty(4, 0))
     assert (found["accuracy"], found["top5"], found["auc"]) == (0.5, 0.75, None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_dropout_is_off_in_evaluation_only() -> None:
+    images, labels = torch.randn(12, 4), torch.arange(12) % 3
+    linear = nn.Linear(4, 3)
+    model = nn.Sequential(linear, nn.Dropout(0.5))
+    found = evaluate(model, DataLoader(TensorDataset(images, labels, torch.arange(12)), 5), 3, nullcontext)
+    assert found.loss == pytest.approx(F.cross_entropy(linear(images), labels).item(), abs=1e-5)
+    assert model.training, "the next epoch would be without dropout, and without statistics of BatchNorm"
 
 
 @pytest.mark.parametrize("resumed", [True, False])
