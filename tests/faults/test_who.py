@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.launch.who import ask, report
+from common.launch.who import ask, report, watcher
 from common.launch.who.verdict import verdict
 from tests.conftest import Programs
 from tests.faults import mistakes
@@ -202,6 +202,28 @@ def test_a_report_that_fails_hides_no_reason(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(report, "show", fails)
     report.report(RuntimeError("the reason"))
     assert asked == [report._first_to_report, report._reported], "the others need not wait for the table"
+
+
+def test_a_failure_ends_no_call_that_went_on_before(monkeypatch: pytest.MonkeyPatch, eventually: Eventually) -> None:
+    """The recorder ends them all: a rank remembers which had not ended when it last looked."""
+    monkeypatch.setattr(watcher.calls, "counted", lambda: b"nothing new")
+    monkeypatch.setattr(watcher.calls, "active", lambda: {("1", 2)})
+    now = time.time()
+
+    def told(newest: float) -> list[Any]:
+        made = {("1", 2): now - 9, ("0", 3): now - 8, ("0", 4): newest}
+        return [{"group": g, "number": n, "made": at, "done": True} for (g, n), at in made.items()]
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listening:
+        listening.bind(("127.0.0.1", 0))
+        rank = watcher.Watcher([], "token", listening, 0.4)
+        eventually(lambda: rank._active[1], 5, "two looks between which nothing happened")
+        before, since = told(newest=now - 7), told(newest=now + 3600)
+        rank._mark_failed(before)
+        rank._mark_failed(since)
+        rank.close()
+    assert [call["done"] for call in before] == [False, True, False]
+    assert [call["done"] for call in since] == [True, True, False], "what went on may have ended since"
 
 
 def test_a_process_is_known_by_when_it_began() -> None:
