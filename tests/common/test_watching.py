@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 from PIL import Image
+from torch import nn
 
 from common.compare.page import compare
 from common.compare.runs import grouped
@@ -19,6 +20,9 @@ from common.train.curves import draw_curves, limits, spread
 from common.train.greet import too_large
 from common.train.lines import duration, epoch_line
 from common.train.log import Log
+from common.train.state import Options
+from common.train.summary import title
+from examples.your_model.args import Args
 from tests.conftest import ROOT, Programs
 from tests.machine import here
 
@@ -76,6 +80,16 @@ def test_names_at_the_ends_of_lines_do_not_overlap(places: list[float]) -> None:
     assert all(above - below > 0.0699 for below, above in pairwise(ordered))
     assert all(-0.01 <= place <= 1.01 for place in moved)
     assert [moved[n] for n in sorted(range(len(places)), key=places.__getitem__)] == ordered
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_title_says_program_model_data_and_ranks() -> None:
+    run: Any = SimpleNamespace(args=Args(), options=Options(), parts={"model": nn.Linear(1, 1)}, data="digits")
+    assert title(run) == "your_model: Linear on digits, 1 rank"
+    run.parts = {"model": nn.ModuleDict()}
+    assert title(run) == "your_model: digits, 1 rank"
+    run.options = Options(what="a BERT on reviews")
+    assert title(run) == "your_model: a BERT on reviews, 1 rank"
 
 
 def test_a_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
