@@ -26,7 +26,7 @@ from common.launch.resolve import resolve
 from common.train.amp import MixedPrecision
 from common.train.evaluate import classification_metrics
 from common.train.precision import Precision
-from common.train.replicas import scatter_batch
+from common.train.replicas import replicate, scatter_batch
 from examples.mnist_dataparallel.args import device_names
 from examples.mnist_dataparallel.devices import choose_devices, with_cpu_named
 from examples.mnist_dataparallel.eight_steps import EightSteps, Net
@@ -130,6 +130,16 @@ def test_replicas_compute_at_the_same_time() -> None:
     assert len(Waiting.threads) == 6
     assert len(set(Waiting.threads)) == 3
     assert threading.get_ident() not in Waiting.threads
+
+
+def test_copies_follow_the_model_into_evaluation_and_out_of_it() -> None:
+    copies = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)) for _ in range(3)]
+    for training in (False, True):
+        copies[0].train(training)
+        replicate(copies)
+        assert [part.training for each in copies for part in each] == [training] * 6
+    first, *others = (list(each.parameters()) for each in copies)
+    assert all(torch.equal(one, other) for each in others for one, other in zip(first, each, strict=True))
 
 
 def test_batchnorm_sees_one_chunk() -> None:

@@ -131,6 +131,8 @@ def test_the_textbook_forms_equal_the_unsplit_model(split_size: int, norm: str) 
 def test_the_programs_for_two_devices_check_themselves(programs: Programs, tmp_path: Path) -> None:
     done = programs.run("-m", "examples.resnet_pipeline.toy")
     assert "the un-split model with these parameters gives the same output" in done.stdout
+    broken = mutated(tmp_path / "toy", ("examples/resnet_pipeline/toy.py", "torch.relu(", "torch.tanh("))
+    assert "Tensor-likes are not close" in programs.run("-m", "examples.resnet_pipeline.toy", cwd=broken, code=1).stderr
     small = ("-a", "resnet18", "--image-size", 32, "-b", 6, "--split-size", 2, "--rounds", 1, "--out", tmp_path)
     done = programs.run("-m", "examples.resnet_pipeline.micro_batches", *small)
     assert "gradients equal those of the un-split model over the same micro-batches" in done.stdout
