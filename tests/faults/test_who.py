@@ -173,6 +173,10 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     assert int(step) > 12
     assert 0 < float(loss) < 3
     assert float(speed) > 0
+    *_, head, first, second, _ = (line.split() for line in says(programs, out).splitlines())
+    assert head == ["rank", "node", "step", "does", "call", "group", "shape", "bytes", "line", "since"]
+    assert [first[:2], second[:2]] == [["0", "0"], ["1", "0"]]
+    assert min(int(first[2]), int(second[2])) > 12
     os.kill(programs.worker(1), signal.SIGSTOP)
     job.send_signal(signal.SIGUSR1)
     stopped = r"rank 1 is stopped \(by SIGSTOP or a debugger\): kill -CONT \d+ lets it go on; rank 0 .*"
