@@ -72,7 +72,7 @@ def main() -> None:
             print(f"epoch {epoch + 1}: loss {mean_loss.item():.7f}, accuracy {score:.4f}")
     if rank == 0:
         torch.save(model.state_dict(), "plain_ddp.pt")  # without DDP's "module." prefix
-    dist.barrier()  # an end in the middle of the last message would be an abort
+    dist.barrier()  # exiting during the last message would abort the job
     dist.destroy_process_group()
 
 
