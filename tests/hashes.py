@@ -45,7 +45,7 @@ def commands(module: str, launcher: str, ranks: int) -> list[tuple[list[str], di
         return [([*torchrun, "-m", module], pod)]
     if ranks == 1:  # a step of one task is a plain start
         return []
-    step = {"SLURM_NTASKS": str(ranks), "SLURM_NNODES": "1", "SLURM_JOB_ID": "77"}
+    step = {"SLURM_NTASKS": str(ranks), "SLURM_STEP_ID": "0", "SLURM_NNODES": "1", "SLURM_JOB_ID": "77"}
     tasks = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks))
     return [(plain, step | task) for task in tasks]
 

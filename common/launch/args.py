@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import tyro
 
 from common.launch.config import config_file, config_words, save_config
-from common.launch.early import announce, judge, sleep_while_waiting
+from common.launch.early import announce, check_copy, judge, sleep_while_waiting
 from common.launch.errors import UserError, note
 from common.launch.flags import Launch
 from common.launch.resolve import resolve
@@ -98,6 +98,7 @@ def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -
     command = f"python -m {re.sub(r'[.](train|preflight)$', '', module)}"  # what starts it
     args: Any = parse(cls, description=_docstring(module), command=command)
     try:
+        check_copy(module)
         place = resolve(args.launch, os.environ, _cuda_devices)
         judge(args, place)
         if place.rank == 0 and getattr(args, "watch", None) and args.watch.save_config:

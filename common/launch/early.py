@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,29 @@ def check_out(out: Path) -> None:
         raise UserError(
             f"--out {out} cannot be written ({error.strerror}): choose another folder"
         ) from None
+
+
+def check_copy(module: str) -> None:
+    """Refuse a copy that still names what it was copied from: it would train the original.
+
+    Raises:
+        UserError: the file that was started and the one that it runs lie in different folders.
+    """
+    main, spec = (
+        getattr(sys.modules["__main__"], "__file__", None),
+        importlib.util.find_spec(module),
+    )
+    assert spec is not None, module
+    assert spec.origin is not None, module
+    if not main:  # an interpreter's prompt
+        return
+    started, runs = Path(main).resolve(), Path(spec.origin).resolve()
+    if started.parent != runs.parent and (started.parent / runs.name).exists():
+        package = module.rpartition(".")[0]
+        raise UserError(
+            f"{started} is a copy that would run {runs}: replace {package} by the copy's own name "
+            f"in all its files"
+        )
 
 
 def check_processes(place: Place) -> None:

@@ -37,11 +37,17 @@ def resolve(flags: Launch, env: Mapping[str, str], devices: Callable[[], int]) -
     if {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= env.keys():
         return _torchrun(flags, env)
     tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
-    if tasks > 1 and {"SLURM_PROCID", "SLURM_LOCALID"} <= env.keys():
+    # A batch script has a SLURM_PROCID, too; only what srun starts is part of a step.
+    of_srun = bool({"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"} & env.keys())
+    if tasks > 1 and of_srun and {"SLURM_PROCID", "SLURM_LOCALID"} <= env.keys():
         return _slurm(flags, env, tasks)
     if "PET_NNODES" in env or "PET_NPROC_PER_NODE" in env:
         flags = _from_pet(flags, env, devices)
-    return _spawn(flags, env, devices)
+    place = _spawn(flags, env, devices)
+    if tasks > 1 and not of_srun and place.launcher == "plain":
+        told = f"SLURM_NTASKS={tasks}, but srun has not started this: it trains in one process"
+        return replace(place, warnings=(*place.warnings, told))
+    return place
 
 
 def _torchrun(flags: Launch, env: Mapping[str, str]) -> Place:
@@ -73,8 +79,9 @@ def _slurm(flags: Launch, env: Mapping[str, str], size: int) -> Place:
     host = env.get("MASTER_ADDR") or first_host(hosts)
     if nodes > 1 and not host:
         raise UserError("SLURM_JOB_NODELIST is empty: set MASTER_ADDR to the host of rank 0")
-    # Two jobs of one user on one node must not meet at one port: the job number separates them.
-    port = 20_000 + _number(env, "SLURM_JOB_ID", 0) % 10_000
+    # Two jobs of one user on one node must not meet at one port, nor two steps of one job.
+    job, step = _number(env, "SLURM_JOB_ID", 0), _number(env, "SLURM_STEP_ID", 0)
+    port = 20_000 + (job + 1009 * step) % 10_000
     node_rank = _number(env, "SLURM_NODEID", 0)
     counts = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
     return Place(

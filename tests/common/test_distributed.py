@@ -41,7 +41,13 @@ def test_a_process_alone_is_a_world_of_one(programs: Programs) -> None:
 
 
 def test_slurm_starts_the_processes(programs: Programs, free_port: int) -> None:
-    common = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port)}
+    common = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "here",
+        "MASTER_PORT": str(free_port),
+    }
     tasks = [
         programs.start(*JOBS, "place", env=common | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)})
         for task in range(2)
@@ -107,7 +113,13 @@ def test_one_line_is_said_where_rank_0_hosts_the_store(
     programs: Programs, tmp_path: Path, free_port: int, job: str, code: int, line: str
 ) -> None:
     """It ends last: the others could not ask whether somebody has said it."""
-    common = {"SLURM_NTASKS": "3", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port)}
+    common = {
+        "SLURM_NTASKS": "3",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "here",
+        "MASTER_PORT": str(free_port),
+    }
     envs = [common | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(3)]
     tasks = [programs.start(*JOBS, job, "--folder", tmp_path, env=env) for env in envs]
     said = "".join(programs.finish(task, code).stderr for task in tasks)

@@ -34,7 +34,9 @@ SLURM = {
     "SLURM_TASKS_PER_NODE": "2(x2)",
     "SLURM_JOB_NODELIST": "gpu[07-08]",
     "SLURM_JOB_ID": "12345",
+    "SLURM_STEP_ID": "0",
 }
+BATCH = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
 PET = {
     "PET_NNODES": "2",
     "PET_NPROC_PER_NODE": "3",
@@ -159,6 +161,20 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
             },
             {"world_size": 2, "num_nodes": 2, "host": "gpu05"},
         ),
+        # the steps of a job meet at ports of their own
+        ({}, SLURM | {"SLURM_STEP_ID": "1"}, {"launcher": "slurm", "port": 23354}),
+        ({}, SLURM | {"SLURM_STEP_ID": "9"}, {"port": 21426}),
+        # a batch script, and a shell in an allocation, have a number of tasks, but srun has not started them
+        (
+            {},
+            BATCH,
+            {
+                "launcher": "plain",
+                "world_size": 1,
+                "warnings": ("SLURM_NTASKS=4, but srun has not started this: it trains in one process",),
+            },
+        ),
+        ({"nproc": 2}, BATCH, {"launcher": "spawn", "world_size": 2, "warnings": ()}),
         # a SLURM allocation of one task does not decide the world
         ({"nproc": 2}, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"launcher": "spawn", "world_size": 2}),
         # a job's number alone is no task

@@ -86,7 +86,7 @@ def ranks(given: Command, args: Any, devices: int) -> Iterator[place.Place]:
         for rank in range(count):
             yield resolve(args.launch, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, lambda: devices)
     elif "srun" in given.launcher:
-        env = {"SLURM_NTASKS": "4", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
+        env = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1"}
         for rank in range(4):
             yield resolve(args.launch, env | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}, lambda: devices)
     else:
@@ -288,7 +288,13 @@ def test_an_old_nccl_asked_for_by_name_is_refused(machine: Any, monkeypatch: pyt
 
 def test_a_task_of_slurm_with_a_device_of_its_own_shares_none(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(1, OLD)
-    env = {"SLURM_NTASKS": "4", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "3"}
+    env = {
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_PROCID": "3",
+    }
     monkeypatch.setattr(place, "_current", resolve(Launch(), env | {"SLURM_LOCALID": "3"}, lambda: 1))
     assert not device.ranks_share_devices()
     assert device.choose_device(Launch(), 3) == (torch.device("cuda:0"), "cpu:gloo,cuda:nccl")

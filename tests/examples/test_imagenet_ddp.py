@@ -528,7 +528,8 @@ def test_mutations_that_parity_notices(
 SRUN = """#!{python}
 import os, pathlib, subprocess, sys
 words = sys.argv[sys.argv.index("python") :]  # what comes before is for srun
-common = {{"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": "{port}"}}
+step = {{"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here"}}
+common = step | {{"MASTER_PORT": "{port}"}}
 tasks = [
     subprocess.Popen(words, env=os.environ | common | {{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}})
     for task in (0, 1)
@@ -577,6 +578,25 @@ def test_the_batch_script_saves_queues_itself_again_and_goes_on(
     assert not (tmp_path / "asked").exists()
     assert result(tmp_path / "out")["launcher"] == "slurm"
     assert result(tmp_path / "out")["parameter_hash"] == result(undisturbed[2])["parameter_hash"]
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [(0, 0, False), (2, 0, False), (143, 0, True), (143, 9, True), (1, 0, True), (137, 2, True), (1, 3, False)],
+)
+def test_the_batch_script_queues_itself_again_unless_that_cannot_help(
+    tmp_path: Path, code: int, restarts: int, again: bool
+) -> None:
+    """A mistake in the command stays one; what ended otherwise may have lost a node."""
+    for name, text in {"srun": f"exit {code}", "scontrol": f'echo "$@" > {tmp_path}/asked'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
+    env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+    script = ROOT / "examples" / "imagenet_ddp" / "job.sbatch"
+    done = subprocess.run(["bash", script], env=env, cwd=tmp_path, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "asked").exists() == again
 
 
 def test_the_batch_script_asks_slurm_for_what_it_needs() -> None:

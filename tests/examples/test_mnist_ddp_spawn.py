@@ -196,7 +196,13 @@ def test_every_launcher_trains_the_same(
     nodes = [programs.start(*flags, *url, "--rank", node, "--out", tmp_path / f"node{node}") for node in (0, 1)]
     for node in nodes:
         programs.finish(node)
-    slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "MASTER_PORT": str(free_port)}
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_JOB_NODELIST": "here",
+        "MASTER_PORT": str(free_port),
+    }
     tasks = [
         programs.start(
             *flags, "--out", tmp_path / "slurm", env=slurm | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}
