@@ -28,6 +28,8 @@ setup: .venv/.ready
 # from its cache; what pip warns of matters only if it fails. PYTHONDONTWRITEBYTECODE would make every start slower.
 # CPU=1 takes PyTorch's wheels without CUDA, from PyTorch's own index; INDEX=URL takes everything else from a mirror.
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(if $(CPU),--torch-backend cpu)
+UNREACHED = $(if $(CPU),if grep -q 'Failed to fetch.*download[.]pytorch[.]org' .venv/setup.log; then \
+	echo "error: PyTorch's own index cannot be reached: leave CPU=1 out" >&2; fi; )
 ifdef INDEX
 export PIP_INDEX_URL := $(INDEX)
 export UV_DEFAULT_INDEX := $(INDEX)
@@ -38,7 +40,7 @@ endif
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version)'
 	@$(PYTHON) -m venv --clear .venv
 	@{ $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv && \
-		$(INSTALL) --editable .; } >.venv/setup.log 2>&1 || { cat .venv/setup.log >&2; exit 1; }
+		$(INSTALL) --editable .; } >.venv/setup.log 2>&1 || { cat .venv/setup.log >&2; $(UNREACHED)exit 1; }
 	@touch $@
 
 .venv/.ready: .venv/.demo

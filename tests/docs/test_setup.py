@@ -14,6 +14,7 @@ PIP = """#!/bin/sh
 echo "$(basename $0) $* $UV_DEFAULT_INDEX $PIP_INDEX_URL" >> said
 echo "WARNING: an index was not asked" >&2
 echo "ERROR: $2 $3" >&2
+echo "{cause}" >&2
 exit {code}
 """
 PYTHON = """#!/bin/sh
@@ -22,12 +23,12 @@ mkdir -p .venv/bin && cp pip .venv/bin/python && cp pip .venv/bin/uv
 """
 
 
-def made(folder: Path, code: int, *words: str) -> subprocess.CompletedProcess[str]:
+def made(folder: Path, code: int, *words: str, cause: str = "") -> subprocess.CompletedProcess[str]:
     """make, with a Python and a pip that only write down what they are asked for."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         if not (folder / name).exists():
             shutil.copy(ROOT / name, folder)
-    for name, text in (("pip", PIP.format(code=code)), ("python", PYTHON)):
+    for name, text in (("pip", PIP.format(code=code, cause=cause)), ("python", PYTHON)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     command = ["make", "--no-print-directory", "PYTHON=./python", *words]
@@ -43,6 +44,21 @@ def test_warnings_are_shown_only_if_setting_up_fails(tmp_path: Path, code: int) 
     assert ("ERROR: pip install" in done.stderr) == (code != 0)
     assert (tmp_path / ".venv" / ".ready").exists() == (code == 0)
     assert done.stdout == "setting up .venv (3 GB to download with CUDA; CPU=1 leaves it out)\n"
+
+
+REFUSED = "Failed to fetch: https://download.pytorch.org/whl/cpu/torch/"
+
+
+@pytest.mark.parametrize(
+    ("cause", "words", "named"), [(REFUSED, ["CPU=1"], True), (REFUSED, [], False), ("a full disk", ["CPU=1"], False)]
+)
+def test_an_index_that_cannot_be_reached_is_named_last(
+    tmp_path: Path, cause: str, words: list[str], named: bool
+) -> None:
+    done = made(tmp_path, 1, "demo", *words, cause=cause)
+    assert done.returncode != 0
+    last = [line for line in done.stderr.splitlines() if not line.startswith("make:")][-1]
+    assert (last == "error: PyTorch's own index cannot be reached: leave CPU=1 out") == named, done.stderr
 
 
 def test_the_demo_needs_no_tools_of_tests(tmp_path: Path) -> None:
