@@ -86,7 +86,9 @@ class Manifests:
         return env
 
     def _reference(self, reference: dict[str, Any], labels: dict[str, str]) -> str:
-        """A label, or a request or limit in whole cores, rounded up."""
+        """A label, what a secret holds (here its name), or a request or limit in whole cores, rounded up."""
+        if "secretKeyRef" in reference:
+            return reference["secretKeyRef"]["name"]
         if "fieldRef" in reference:
             return labels[reference["fieldRef"]["fieldPath"]]
         what = reference["resourceFieldRef"]

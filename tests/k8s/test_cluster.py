@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +27,12 @@ ADDED = {
     "kueue": "",
     "nccl": "",
     "nodes": "",
+    "one-gpu": "",
     "priority": "",
     "rdma": "",
+    "second-run": "",
 }
 KINDS = ("job", "jobset", "trainjob")
-
-
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of k8s/, for folders of one's own."""
-    folder = tmp_path_factory.mktemp("k8s") / "k8s"
-    shutil.copytree(ROOT / "k8s", folder)
-    return folder
 
 
 def own(copied: Path, name: str, overlay: str, components: tuple[str, ...]) -> Manifests:
@@ -104,13 +97,13 @@ def test_every_component_is_used_or_described() -> None:
     used = "".join((ROOT / "k8s" / folder / "kustomization.yaml").read_text() for folder in ALL)
     names = {path.name for path in (ROOT / "k8s" / "components").iterdir()}
     unused = {name for name in names if f"components/{name}\n" not in used}
-    assert unused == {"dns-node-cache", "dns-openshift", "nodes", "openshift"}
+    assert unused == {"dns-node-cache", "dns-openshift", "nodes", "one-gpu", "openshift", "second-run"}
     assert names <= set(re.findall(r"`([\w-]+)`", PAGE))
     assert ADDED.keys() <= names
 
 
 def test_the_page_shows_a_folder_that_renders(copied: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    text = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]  # the others: tests/k8s/test_own.py
     (copied / "mine" / "page").mkdir(parents=True)
     (copied / "mine" / "page" / "kustomization.yaml").write_text(text)
     job = manifests("mine/page", copied)

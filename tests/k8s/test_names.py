@@ -1,6 +1,5 @@
 """Names under a prefix and a suffix of one's own: whatever a pod refers to is still an object of its job."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import ROOT
 from tests.k8s.policy import complaints
 from tests.k8s.rendered import Manifests, manifests
 from tests.k8s.test_manifests import ALL
@@ -25,13 +23,6 @@ FIELDS = {
     "serviceAccountName": "ServiceAccount",
     "subdomain": "Service",
 }
-
-
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("k8s") / "k8s"
-    shutil.copytree(ROOT / "k8s", folder)
-    return folder
 
 
 def references(node: Any) -> Iterator[tuple[str, str]]:
