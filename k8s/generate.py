@@ -181,7 +181,6 @@ def job(overlay: Overlay) -> str:
     """The kustomization of a Job."""
     names = (overlay.devices, *COMMON, *overlay.more)
     components = "".join(f"  - ../../components/{name}\n" for name in names)
-    path = "podSelector/matchLabels}"
     return f"""{header(overlay, f"overlays/{overlay.name}", "job")}apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 namePrefix: {overlay.label}-
@@ -193,9 +192,6 @@ components:
       training-job: {overlay.label} # the job's own pods: Service, NetworkPolicy and budget select by it
     includeSelectors: true
     includeTemplates: true
-    fields:
-      - {{kind: NetworkPolicy, group: networking.k8s.io, path: spec/ingress/from/{path}
-      - {{kind: NetworkPolicy, group: networking.k8s.io, path: spec/egress/to/{path}
 images:
   - name: example
     newName: distributed-training-examples/{overlay.example}
