@@ -1,4 +1,4 @@
-"""What each process finds out alone about CUDA devices. Without one, only `device` says so."""
+"""What each process finds out alone about CUDA devices. Without one, only `device` reports it."""
 
 import os
 import re

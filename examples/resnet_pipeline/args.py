@@ -28,7 +28,7 @@ class PipelineArgs:
     stages: Annotated[int | None, arg(metavar="P"), MAY_CHANGE] = None
     """Processes of one pipeline (default: all); the others are replicas with other samples."""
     micro_batches: Annotated[int, arg(aliases=["-m"], metavar="M")] = 4
-    """Micro-batches into which a replica cuts its share of a batch; sizes may differ by one."""
+    """Number of micro-batches per replica's share of a batch; sizes may differ by one."""
     schedule: Annotated[
         Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"], MAY_CHANGE
     ] = "1f1b"
