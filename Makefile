@@ -28,7 +28,7 @@ setup: .venv/.ready
 # from its cache; what pip warns of matters only if it fails. PYTHONDONTWRITEBYTECODE would make every start slower.
 # CPU=1 takes PyTorch's wheels without CUDA, from PyTorch's own index; INDEX=URL takes everything else from a mirror.
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(if $(CPU),--torch-backend cpu)
-UNREACHED = $(if $(CPU),if grep -q 'Failed to fetch.*download[.]pytorch[.]org' .venv/setup.log; then \
+UNREACHED = $(if $(CPU),if grep -q 'Failed to fetch.*/whl/cpu' .venv/setup.log; then \
 	echo "error: PyTorch's own index cannot be reached: leave CPU=1 out" >&2; fi; )
 ifdef INDEX
 export PIP_INDEX_URL := $(INDEX)

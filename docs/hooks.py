@@ -85,7 +85,7 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 MORE = {"en": "More", "zh": "更多"}
-ENGLISH_ONLY = "!!! note \"说明\"\n    本页目前只有英文版。\n\n"
+ENGLISH_ONLY = '!!! note "说明"\n    本页目前只有英文版。\n\n'
 
 
 def examples() -> list[str]:

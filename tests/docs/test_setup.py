@@ -46,7 +46,7 @@ def test_warnings_are_shown_only_if_setting_up_fails(tmp_path: Path, code: int) 
     assert done.stdout == "setting up .venv (3 GB to download with CUDA; CPU=1 leaves it out)\n"
 
 
-REFUSED = "Failed to fetch: https://download.pytorch.org/whl/cpu/torch/"
+REFUSED = "Failed to fetch: https://index.example/whl/cpu/torch/"
 
 
 @pytest.mark.parametrize(
