@@ -73,7 +73,7 @@ def test_results_that_nobody_described(tmp_path: Path) -> None:
     assert html.count(row) == 2
     assert "&lt;b&gt;x&lt;/b&gt;" in html
     assert "Not of the form that this report knows" in html
-    assert html.count("<img") == 3, "two of scaling, and what was run when"
+    assert html.count("<img") == 3, "steps measured, steps calculated, the exchange"
 
 
 def test_results_of_other_machines(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_all_programs(programs: Programs, tmp_path: Path) -> None:
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     html = (tmp_path / "report.html").read_text()
     assert "MNIST was not given, or is not there" in html
-    assert html.count("<img") == 3, "two of scaling, and what was run when"
+    assert html.count("<img") == 3, "steps measured, steps calculated, the exchange"
     wrong = programs.run("-m", "benchmarks.all", "--only", "nothing", code=2)
     assert "error: --only nothing: there are allreduce" in wrong.stderr
 
