@@ -33,7 +33,7 @@ def line(name: str, mark: str) -> str:
 
 
 def others(size: int) -> str:
-    return "rank 0" if size == 2 else f"ranks {', '.join(map(str, range(size - 1)))}"
+    return {2: "rank 0", 3: "ranks 0, 1", 4: "ranks 0-2"}[size]
 
 
 # What is said of the last rank R, of the others O (as the subject of a sentence), and of lines.
