@@ -32,10 +32,10 @@ def inputs(results: Mapping[str, Mapping[str, Any]]) -> Table:
                     f"{name}, {part}" if part else name,
                     str(of.get("date", "-"))[:10],
                     ", ".join(here),
-                    listed([*numbers(RANKS, text), *ranks_of(of)]),
-                    listed(numbers(THREADS, text)),
+                    each_once([*numbers(RANKS, text), *ranks_of(of)]),
+                    each_once(numbers(THREADS, text)),
                     data(of, text),
-                    listed([*numbers(BATCH, text), *map(int, of.get("batches", ()))]),
+                    each_once([*numbers(BATCH, text), *map(int, of.get("batches", ()))]),
                 )
             )
     return Table("", HEAD, rows)
@@ -52,7 +52,7 @@ def ranks_of(found: Mapping[str, Any]) -> list[int]:
     return [int(key) for key in each if key.isdigit()] if isinstance(each, Mapping) else []
 
 
-def listed(found: Iterable[int]) -> str:
+def each_once(found: Iterable[int]) -> str:
     """Each number once, in order."""
     return ", ".join(map(str, sorted(set(found)))) or "-"
 

@@ -18,14 +18,13 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import tyro
 
 from common.launch.config import config_file, config_words, save_config
-from common.launch.early import announce, check_copy, judge, sleep_while_waiting
+from common.launch.early import announce, check_copy, judge, sleep_while_waiting, source
 from common.launch.errors import UserError, note
 from common.launch.flags import Launch
 from common.launch.resolve import resolve
@@ -123,10 +122,7 @@ def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -
 
 def _docstring(module: str) -> str | None:
     """The docstring of a module that is not imported yet."""
-    spec = importlib.util.find_spec(module)
-    assert spec is not None, module
-    assert spec.origin is not None, module
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
+    return ast.get_docstring(ast.parse(source(module).read_text()))
 
 
 def _cuda_devices() -> int:

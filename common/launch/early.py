@@ -70,21 +70,24 @@ def check_out(out: Path) -> None:
         ) from None
 
 
+def source(module: str) -> Path:
+    """The file of a module that is not imported yet."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, module
+    assert spec.origin is not None, module
+    return Path(spec.origin)
+
+
 def check_copy(module: str) -> None:
     """Refuse a copy that still names what it was copied from: it would train the original.
 
     Raises:
         UserError: the file that was started and the one that it runs lie in different folders.
     """
-    main, spec = (
-        getattr(sys.modules["__main__"], "__file__", None),
-        importlib.util.find_spec(module),
-    )
-    assert spec is not None, module
-    assert spec.origin is not None, module
+    main = getattr(sys.modules["__main__"], "__file__", None)
     if not main:  # an interpreter's prompt
         return
-    started, runs = Path(main).resolve(), Path(spec.origin).resolve()
+    started, runs = Path(main).resolve(), source(module).resolve()
     if started.parent != runs.parent and (started.parent / runs.name).exists():
         package = module.rpartition(".")[0]
         raise UserError(

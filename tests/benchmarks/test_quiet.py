@@ -1,4 +1,4 @@
-"""A sample that other programs disturbed is taken again, but not for ever."""
+"""A sample that other programs disturbed is taken again, but not forever."""
 
 import pytest
 

@@ -83,7 +83,7 @@ def test_resuming_compares_what_a_run_computes_with(tmp_path: Path, monkeypatch:
         (("--precision", "bf16", "--channels-last", "no"), {"precision": "bf16"}),
         (("--channels-last", "yes"), {"channels_last": True}),
         (("--compile",), {"compile": True}),
-        (("--deterministic",), {}),  # on the CPU it is no difference
+        (("--deterministic",), {}),  # on the CPU it makes no difference
     ):
         assert {name: value for name, value in config(*flags).items() if value != before[name]} == changed
 
