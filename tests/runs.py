@@ -98,6 +98,12 @@ def tiny_imagenet(folder: Path, *changes: tuple[str, str, str]) -> Path:
     return mutated(folder, ("examples/imagenet_ddp/recipe.py", source, f"model = {TINY}"), *changes)
 
 
+# A change to all programs: a run that is to be stopped in the middle must not be at its end before the signal comes.
+SLOW = (
+    "common/train/run.py",
+    "            self._end_step(total)\n",
+    "            self._end_step(total)\n            __import__('time').sleep(0.25)\n",
+)
 # A change to all programs: every rank notes which samples it trains on, without the run's own check.
 RECORD = (
     "common/train/run.py",
