@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.tables import Table, counted, measured
+from benchmarks.tables import Table, cores_of, measured
 
 HEAD = ("result", "date", "machine", "ranks", "threads", "images or texts", "batch")
 OF_IMAGES = (
@@ -26,7 +26,7 @@ def inputs(results: Mapping[str, Mapping[str, Any]]) -> Table:
         for part, of in measured(found).items():
             machine = of["machine"]
             text = json.dumps({key: one for key, one in of.items() if key not in NOT_GIVEN})
-            here = [machine["cpu"], counted(machine["cores"], "core"), *machine["gpus"]]
+            here = [machine["cpu"], *cores_of(machine), *machine["gpus"]]
             rows.append(
                 (
                     f"{name}, {part}" if part else name,

@@ -171,3 +171,16 @@ def lost(found: Found, way: str) -> float:
     of = found["ways"]
     whole, less = of["ring, fp32"]["medians"], of[names[way]]["medians"]
     return whole["accuracy"] - less["accuracy"]
+
+
+def two_levels(found: Found, cluster: str) -> float:
+    """How many times as fast as one ring two levels are, BERT's gradients, most GPUs."""
+    (of,) = (of for name, of in found["clusters"].items() if cluster in name)
+    seconds = list(of["seconds"]["BERT-base"].values())[-1]
+    return seconds["flat ring"] / seconds["two levels, rings"]
+
+
+def growth_of_questions(found: Found) -> float:
+    """How many times as much as one of 8 ranks one of 512 asks the store."""
+    questions = [found["sizes"][ranks]["medians"]["questions"]["job://"] for ranks in ("8", "512")]
+    return questions[1] / questions[0]

@@ -20,7 +20,7 @@ from benchmarks import harness
 from benchmarks.charts import Bars, Chart, picture
 from benchmarks.inputs import inputs
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.tables import Table, all_numbers, counted, measured, tables
+from benchmarks.tables import Table, all_numbers, cores_of, measured, tables
 from common.launch.errors import UserError
 
 HERE = Path(__file__).parent
@@ -93,8 +93,9 @@ def about(found: Mapping[str, Any]) -> str:
     for name, part in measured(found).items():
         machine = part["machine"]
         words = [str(part.get("date", "date not recorded"))]
-        words += [machine["cpu"], counted(machine["cores"], "core"), f"{machine['memory_gib']} GiB"]
-        words += [", ".join(machine["gpus"]) or "no GPU"]
+        words += [machine["cpu"], *cores_of(machine)]
+        if machine["cores"]:
+            words += [f"{machine['memory_gib']} GiB", ", ".join(machine["gpus"]) or "no GPU"]
         words += [f"{package} {version}" for package, version in part.get("versions", {}).items()]
         if "load_before" in part:
             words.append(f"load of other programs at the start {part['load_before']:.1f}")

@@ -108,5 +108,10 @@ def counted(number: int, noun: str) -> str:
 def machines(found: Mapping[str, Any]) -> str:
     """The machines of a result, or of its parts, which may have been measured on several."""
     known = [part["machine"] for part in measured(found).values()]
-    names = (", ".join([one["cpu"], counted(one["cores"], "core"), *one["gpus"]]) for one in known)
+    names = (", ".join([one["cpu"], *cores_of(one), *one["gpus"]]) for one in known)
     return "; ".join(dict.fromkeys(names))
+
+
+def cores_of(machine: Mapping[str, Any]) -> list[str]:
+    """The number of a machine's cores in words; nothing of a result that was calculated."""
+    return [counted(machine["cores"], "core")] if machine["cores"] else []

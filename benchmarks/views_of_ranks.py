@@ -192,3 +192,19 @@ def dataparallel(found: Found) -> Pictures:
     if shares:
         charts.append(Bars("the eight steps by hand", "% of an iteration", shares))
     return {"mnist_dataparallel": charts}
+
+
+def at_scale(found: Found) -> Pictures:
+    """Milliseconds of an all-reduce of the largest model, a chart for each kind of cluster."""
+    model = max(found["gradient_bytes"], key=found["gradient_bytes"].get)
+    charts = []
+    for cluster, of in found["clusters"].items():
+        seconds = of["seconds"][model]
+        drawn = [replace(line, dashes="--") for line in lines(seconds, 1e3)]
+        least, most = min(seconds, key=int), max(seconds, key=int)
+        best = min(seconds[most], key=seconds[most].get)
+        times, network = seconds[most]["flat ring"] / seconds[most][best], cluster.split(" and ")[1]
+        title = f"{network}, {int(most):,} GPUs: {best}, {times:.2g} x one ring"
+        y, ticks = f"ms per all-reduce of {model}'s gradients", [int(least), 64, 512, int(most)]
+        charts.append(Lines(title, "GPUs, in nodes of 8", y, drawn, ticks))
+    return {"at_scale": charts}

@@ -52,6 +52,7 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
         ]},
         {"Evidence": [
             {"What is tested": "tested.md"},
+            {"What it costs at scale": "scale.md"},
             {"Benchmarks": "benchmarks.md"},
             {"Compared with pytorch/examples": "comparison.md"},
         ]},
@@ -79,6 +80,7 @@ NAVIGATION: dict[str, list[dict[str, Any]]] = {
         ]},
         {"依据": [
             {"测试了什么": "tested.md"},
+            {"规模扩大时的代价": "scale.md"},
             {"基准测试": "benchmarks.md"},
             {"与 pytorch/examples 比较": "comparison.md"},
         ]},
