@@ -184,3 +184,9 @@ def growth_of_questions(found: Found) -> float:
     """How many times as much as one of 8 ranks one of 512 asks the store."""
     questions = [found["sizes"][ranks]["medians"]["questions"]["job://"] for ranks in ("8", "512")]
     return questions[1] / questions[0]
+
+
+def waits_for_copy(found: Found) -> float:
+    """How many times as long as a copy in memory takes training waits for a large checkpoint."""
+    large = found["ranks"]["1"]["8 GB"]
+    return large["training_waits"] / large["copy"]

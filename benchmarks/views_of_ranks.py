@@ -208,3 +208,18 @@ def at_scale(found: Found) -> Pictures:
         y, ticks = f"ms per all-reduce of {model}'s gradients", [int(least), 64, 512, int(most)]
         charts.append(Lines(title, "GPUs, in nodes of 8", y, drawn, ticks))
     return {"at_scale": charts}
+
+
+def large_states(found: Found) -> Pictures:
+    """How long one rank's training waits for a checkpoint, and when it is on the disk, by size."""
+    sizes = {float(size.split()[0]): of for size, of in found["ranks"]["1"].items()}
+    ways = {"until_on_disk": "on the disk", "training_waits": "training waits"}
+    ways |= {"copy": "a copy in memory"}
+    drawn = [
+        Line(name, [*sizes], [of[way] for of in sizes.values()], colour)
+        for (way, name), colour in zip(ways.items(), COLOURS, strict=False)
+    ]
+    most = max(sizes)
+    times = sizes[most]["training_waits"] / sizes[most]["copy"]
+    title = f"{most:g} GB: training waits {times:.2g} times a copy in memory"
+    return {"large_states": [Lines(title, "GB of parameters", "seconds", drawn, [*sizes])]}

@@ -4,9 +4,8 @@ A checkpoint is written beside its place, flushed to the disk and renamed: it is
 not at all. Its name holds a digest of its content (`checkpoint_files`).
 """
 
-import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +13,21 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.launch.collectives import assert_same_on_all_ranks, print0
 from common.launch.console import warn
 from common.launch.errors import UserError
 from common.launch.place import current
-from common.train.checkpoint_files import Checkpoint, file_name, files, latest, read, step_of
-from common.train.files import write_atomically
+from common.train.checkpoint_files import (
+    Checkpoint,
+    files,
+    latest,
+    read,
+    step_of,
+    values,
+    write,
+)
 from common.train.seed import random_state, restore_random_state
 
 
@@ -100,10 +106,7 @@ class Checkpoints:
         self._pending = self._thread.submit(self._write, progress["step"], state)
 
     def _write(self, step: int, state: dict[str, Any]) -> None:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        content = buffer.getbuffer()
-        write_atomically(self.folder / file_name(step, content), content)
+        write(self.folder, step, state)
         # The newest is the one just written: `load` has moved newer ones aside.
         for path in files(self.folder)[self.keep :]:
             path.unlink(missing_ok=True)
@@ -124,7 +127,7 @@ class Checkpoints:
         """
         for name, part in self.parts.items():
             # by name: importing the class takes half a second
-            if any(type(value).__name__ == "DTensor" for value in _values(part.state_dict())):
+            if any(type(value).__name__ == "DTensor" for value in values(part.state_dict())):
                 raise UserError(
                     f"part {name!r} of the checkpoints is sharded (DTensor): give one whose "
                     f"state_dict holds whole tensors on rank 0, gathered in before_save"
@@ -149,7 +152,10 @@ class Checkpoints:
         _set_aside([path for path in files(self.folder) if step_of(path) > found.step])
         for name, part in self.parts.items():
             try:
-                part.load_state_dict(found.state[name])
+                state = found.state[name]
+                # A module copies what it is given. An optimizer may keep it, and it would be pages
+                # of the file, which disappears in time.
+                part.load_state_dict(state if isinstance(part, nn.Module) else _copied(state))
             except (KeyError, RuntimeError, ValueError) as error:
                 reason = str(error).splitlines()[-1].strip()
                 raise UserError(
@@ -216,17 +222,6 @@ def _copied(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)([_copied(value) for value in state])
     return state
-
-
-def _values(state: Any) -> Iterator[Any]:
-    """The values inside a state."""
-    if isinstance(state, Mapping):
-        state = list(state.values())
-    if isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _values(value)
-    else:
-        yield state
 
 
 def _start_afresh(folder: Path) -> None:

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import BinaryIO
 
 from common.launch.errors import UserError
 
@@ -21,14 +22,33 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     Raises:
         UserError: it cannot be written; nothing is left of the attempt.
     """
+
+    def write(file: BinaryIO) -> Path:
+        file.write(content)
+        return path
+
+    written_whole(path, write, len(content))
+
+
+def written_whole(path: Path, write: Callable[[BinaryIO], Path], needed: int) -> None:
+    """Let a file be written beside its place, and give it its name when it is on the disk.
+
+    Args:
+        path: its name, or another one in its folder if only its content tells the name.
+        write: called with the open file; returns its name.
+        needed: its size in bytes, or nearly so, for the message when the disk is full.
+
+    Raises:
+        UserError: it cannot be written; nothing is left of the attempt.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            file.write(content)
+            name = write(file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(name)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # the new name, too, is on the disk only now
@@ -37,7 +57,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise unwritable(path, error.strerror, len(content)) from None
+        raise unwritable(path, error.strerror, needed) from None
 
 
 @contextlib.contextmanager
