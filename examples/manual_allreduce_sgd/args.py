@@ -55,6 +55,9 @@ class Args:
     """Momentum of `diloco`'s outer optimizer."""
     bucket_mb: float = 4.0
     """Size of a bucket of `bucketed`, in MB."""
+    shares: Annotated[str, arg(metavar="equal|auto|N,N,...")] = "equal"
+    """What each rank gets of a batch: as much as the others, as measured (auto), or so many parts
+    each: 3,1 (shares.py)."""
     dataset: Annotated[str, IDX] = "digits"
     """digits (embedded), mnist, fashion-mnist, or a folder with idx files."""
     data_dir: Annotated[Path, MAY_CHANGE] = Path("data")
@@ -62,7 +65,7 @@ class Args:
     epochs: Annotated[int, arg(metavar="N")] = 10
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
-    """GLOBAL batch size in samples, divided by the world size."""
+    """GLOBAL batch size in samples, divided among the ranks."""
     lr: float = 0.01
     """Learning rate."""
     momentum: float = 0.5
@@ -95,8 +98,24 @@ class Args:
             if getattr(self, name) != default and not {self.algorithm, self.compress} & users:
                 flag, whose = name.replace("_", "-"), " and ".join(sorted(users))
                 raise UserError(f"--{flag} is for {whose}: leave it out")
+        if 0 in self.share_numbers:
+            raise UserError(
+                f"--shares {self.shares}: give equal, auto, or a whole number from 1 for each "
+                f"rank: 3,1"
+            )
+        if self.shares != "equal" and self.algorithm in ("local-sgd", "diloco"):
+            raise UserError(
+                f"--shares {self.shares} does not go with {self.algorithm}, whose ranks step by "
+                f"their own gradients: leave it out"
+            )
         if self.algorithm not in CAN_COMPRESS.get(self.compress, (self.algorithm,)):
             raise UserError(
                 f"--compress {self.compress} does not go with {self.algorithm}: "
                 f"use {', '.join(CAN_COMPRESS[self.compress])}"
             )
+
+    @property
+    def share_numbers(self) -> list[int]:
+        """The numbers of `--shares 3,1`; none of equal and auto. A word stands as 0."""
+        words = [] if self.shares in ("equal", "auto") else self.shares.split(",")
+        return [int(word) if word.strip().isdecimal() else 0 for word in words]

@@ -43,10 +43,18 @@ class DataPartitioner:
 
     def use(self, part: int) -> list[int]:
         """The samples of one part, as indices into the dataset."""
+        return [sample for batch in self.batches(part, 1) for sample in batch]
+
+    def batches(self, part: int, batch_size: int) -> list[list[int]]:
+        """The same, cut where global batches of so many samples end; some may be empty."""
         generator = torch.Generator().manual_seed(self.seed)
         order = torch.randperm(self.samples, generator=generator).tolist()
         owners = deal(self.samples, tuple(size / sum(self.sizes) for size in self.sizes))
-        return [sample for sample, owner in zip(order, owners, strict=True) if owner == part]
+        found: list[list[int]] = [[] for _ in range(0, self.samples, batch_size)]
+        for position, (sample, owner) in enumerate(zip(order, owners, strict=True)):
+            if owner == part:
+                found[position // batch_size].append(sample)
+        return found
 
 
 @cache  # 0.15 s for the 60,000 samples of MNIST, and the same in every epoch
@@ -71,7 +79,12 @@ def deal(cards: int, sizes: tuple[float, ...]) -> list[int]:
 
 
 def partition_dataset(
-    data: ImageData, batch_size: int, seed: int, epoch: int, pin_memory: bool = False
+    data: ImageData,
+    batch_size: int,
+    seed: int,
+    epoch: int,
+    shares: Sequence[int],
+    pin_memory: bool = False,
 ) -> "DataLoader[tuple[Tensor, Tensor, Tensor]]":
     """This rank's part of an epoch, in as many batches as the other ranks have.
 
@@ -80,16 +93,14 @@ def partition_dataset(
 
     Args:
         data: the dataset.
-        batch_size: samples of a global batch, a multiple of the world size.
+        batch_size: samples of a global batch; with equal shares, a multiple of the world size.
         seed: with the epoch, decides the order of the samples.
         epoch: the number of the epoch, from 0.
+        shares: of each rank, [W]. A batch may have a sample more or less than the exact share.
         pin_memory: for a CUDA device, to which pinned memory is copied without a wait.
 
     """
-    world_size = dist.get_world_size()
-    local_samples = batch_size // world_size  # not `128 / float(size)`, which DataLoader refuses
-    partitioner = DataPartitioner(len(data.train), [1 / world_size] * world_size, seed + epoch)
-    samples = partitioner.use(dist.get_rank())
-    steps = -(-len(data.train) // batch_size)
-    batches = [samples[step * local_samples :][:local_samples] for step in range(steps)]
+    sizes = [share / sum(shares) for share in shares]
+    partitioner = DataPartitioner(len(data.train), sizes, seed + epoch)
+    batches = partitioner.batches(dist.get_rank(), batch_size)
     return DataLoader(data.train, batch_sampler=batches, collate_fn=list, pin_memory=pin_memory)

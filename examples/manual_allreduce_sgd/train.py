@@ -7,6 +7,7 @@
     python -m examples.manual_allreduce_sgd --nproc 2 --compress bf16             # half the bytes
     python -m examples.manual_allreduce_sgd --nproc 2 --compress powersgd         # a few percent
     python -m examples.manual_allreduce_sgd --nproc 2 --algorithm local-sgd       # every 8 steps
+    python -m examples.manual_allreduce_sgd --nproc 2 --shares 3,1                # a slower rank 1
     torchrun --nproc-per-node 2 -m examples.manual_allreduce_sgd --algorithm ring
     python -m examples.manual_allreduce_sgd --multiprocessing-distributed         # all GPUs
 
@@ -34,6 +35,7 @@ from common.train.run import Run
 from examples.manual_allreduce_sgd.args import Args
 from examples.manual_allreduce_sgd.gradients import chosen
 from examples.manual_allreduce_sgd.partition import partition_dataset
+from examples.manual_allreduce_sgd.shares import agreed_shares, division
 
 
 def main(place: Place, args: Args) -> None:
@@ -74,16 +76,17 @@ def train(args: Args, device: torch.device) -> None:
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     torch.manual_seed(args.seed + rank)
     data = image_data(args.dataset, args.data_dir)
-    with Run(args, device, data, what=f"{args.algorithm}, {data}") as run:
+    with Run(args, device, data, what=f"{args.algorithm}, {data}", **division(args)) as run:
         model = run.prepare(DigitNet(data.size, data.classes))
         broadcast_parameters(model)  # the ranks start from the same model, whatever they drew
         optimizer = SGD(model.parameters(), args.lr, args.momentum, fused=cuda)
         gradients = chosen(args, model, optimizer, run.scaler)
         parts = {"model": model, "optimizer": optimizer, "gradients": gradients}
         run.resume(before_save=gradients.gather_state, **parts)
+        shares = agreed_shares(args, run, model)  # of each rank, in every global batch
 
         for epoch in run.epochs(args.epochs):
-            loader = partition_dataset(data, args.batch_size, args.seed, epoch, pin_memory=cuda)
+            loader = partition_dataset(data, args.batch_size, args.seed, epoch, shares, cuda)
             epoch_loss, epoch_samples = torch.zeros((), device=device), 0
             for pixels, labels in run.steps(loader):  # [B, 1, H, W] bytes, [B]; B may be 0
                 pixels, labels = (x.to(device, non_blocking=True) for x in (pixels, labels))
@@ -91,7 +94,7 @@ def train(args: Args, device: torch.device) -> None:
                     logits = gradients.model(data.normalise(pixels)).float()  # [B, classes]
                 loss_sum = F.cross_entropy(logits, labels, reduction="sum")
                 # The mean over the ranks of this is the mean over the global batch, even if the
-                # ranks have different numbers of samples in the last batch.
+                # ranks have different numbers of samples: by --shares, or in the last batch.
                 batch_samples, _ = run.batch_share()
                 loss = loss_sum * world_size / batch_samples
                 optimizer.zero_grad()
@@ -107,7 +110,7 @@ def train(args: Args, device: torch.device) -> None:
             losses = mean_losses(epoch_loss, epoch_samples)
             run.print0(f"{run.label}: mean loss of {losses}")
             run.end_epoch(evaluate(model, data.eval_loader(), data.classes, run.autocast))
-        run.finish(algorithm=args.algorithm, bytes_sent=gradients.bytes_sent)
+        run.finish(algorithm=args.algorithm, bytes_sent=gradients.bytes_sent, shares=shares)
 
 
 if __name__ == "__main__":  # the same as python -m examples.manual_allreduce_sgd

@@ -77,7 +77,7 @@ COPIES = {
         EPOCH,
         (
             *("gradients.py", "averaging.py", "allreduce.py", "buckets.py", "fast_ring.py", "flat.py"),
-            *("compress.py", "local.py", "partition.py", "per_rank.py", "shared_memory.py"),
+            *("compress.py", "local.py", "partition.py", "per_rank.py", "shared_memory.py", "shares.py"),
         ),
     ),
     "mnist_dataparallel": Copy(EPOCH, ("eight_steps.py", "engines.py", "explain.py"), TWO_REPLICAS),

@@ -27,6 +27,20 @@ def test_no_sample_is_lost_or_twice(samples: int, weights: list[int], seed: int)
 
 
 @settings(deadline=None)
+@given(st.integers(0, 300), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(1, 50))
+def test_batches_of_all_parts_are_those_of_one_process(samples: int, weights: list[int], batch_size: int) -> None:
+    sizes = [weight / sum(weights) for weight in weights]
+    parts = DataPartitioner(samples, sizes, 3)
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(3)).tolist()
+    whole = [order[start : start + batch_size] for start in range(0, samples, batch_size)]
+    dealt = list(zip(*(parts.batches(rank, batch_size) for rank in range(len(sizes))), strict=True))
+    assert [sorted(chain(*batch)) for batch in dealt] == [sorted(batch) for batch in whole]
+    for batch, all_of_it in zip(dealt, whole, strict=True):
+        for part, size in zip(batch, sizes, strict=True):
+            assert abs(len(part) - size * len(all_of_it)) < 2
+
+
+@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(1, 9), st.integers(0, 5))
 def test_equal_parts_are_dealt_like_cards(samples: int, size: int, seed: int) -> None:
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tolist()
