@@ -179,3 +179,32 @@ def fewer_bytes(found: Found) -> Pictures:
     title += f"{least['times_fewer_bytes']:.0f} times fewer bytes"
     x = f"kB that each of {found['ranks']} ranks sends per step"
     return {"fewer_bytes": [Lines(title, x, "errors on the test set, %", drawn, from_zero=True)]}
+
+
+def unequal_shares(found: Found) -> Pictures:
+    """A step with equal and with unequal shares; and with delays, by how often the ranks meet."""
+    shares = found["shares"]
+    times = shares["times_equal_shares"]
+    notes = {name: f"{ratio:.2f} times as fast" for name, ratio in times.items() if ratio != 1}
+    title = f"one of two cores loaded: --shares auto is {times['--shares auto']:.2f} times as fast"
+    charts: list[Chart] = [Bars(title, "ms per step", shares["medians"], notes)]
+    delays = {who: of["medians"] for who, of in found["delays"].items()}
+    bars = {f"{who}, {name}": ms for who, of in delays.items() for name, ms in of.items()}
+    charts.append(Bars("local SGD with delays, by steps between meetings", "ms per step", bars))
+    return {"unequal_shares": charts}
+
+
+def lost_ranks(found: Found) -> Pictures:
+    """Seconds that the others lose with each rank that is killed."""
+    lost, joins = "without the lost rank, median", "newcomer joins, median"
+    ways = {name: of for name, of in found["ways"].items() if lost in of}
+    seconds = {
+        name: {"without the lost rank": of[lost], "a newcomer joins": of.get(joins, 0.0)}
+        for name, of in ways.items()
+    }
+    kills = found["ways"]["survive"]["kills"]
+    same = "the same bits" if found["other_parameters"] == 0 else "other bits"
+    title = (
+        f"{kills} ranks killed: {same} as a replay, {ways['survive'][lost]:.2g} s lost with each"
+    )
+    return {"lost_ranks": [Bars(title, "seconds, medians", seconds)]}

@@ -183,4 +183,7 @@ def leave_group() -> None:
     try:
         dist.destroy_process_group()
     except (AssertionError, ValueError):
-        return  # it is in no group: at the start, or because the last one could not connect
+        # It is in no group: at the start, or because the last one could not connect. Torch writes
+        # the number of groups that a process has begun into their keys, and counts that one, too:
+        # a newcomer would look for the others under another number.
+        dist.distributed_c10d._world.group_count = 0

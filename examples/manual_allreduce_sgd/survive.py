@@ -122,11 +122,16 @@ def train(args: Args, data: ImageData, membership: Membership, done: int) -> Non
             end_epoch(replica, done)
 
 
+def say(line: str) -> None:
+    """Print a line at once, in one write: those of several processes do not mix."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def tell(membership: Membership, done: int) -> None:
     """Say who takes part from here on."""
     members = ", ".join(map(str, membership.members))
     if dist.get_rank() == 0:
-        print(f"after step {done}: members {members}", flush=True)
+        say(f"after step {done}: members {members}")
 
 
 def end_epoch(replica: Replica, done: int) -> None:
@@ -134,7 +139,7 @@ def end_epoch(replica: Replica, done: int) -> None:
     loss, epoch = replica.end_epoch(), done // replica.steps_per_epoch
     if dist.get_rank() == 0:  # alone: an evaluation by all is one more place to be lost at
         found = f"loss {loss:.4f}, test accuracy {replica.accuracy():.2f} %"
-        print(f"epoch {epoch}/{replica.args.epochs}: {found}", flush=True)
+        say(f"epoch {epoch}/{replica.args.epochs}: {found}")
 
 
 def finish(args: Args, replica: Replica, membership: Membership) -> None:
@@ -198,7 +203,7 @@ def main(place: Place, args: Args) -> None:
         process = context.Process(target=member, args=words, name=f"member {number}")
         process.start()
         running[process.sentinel] = number, process
-        print(f"member {number} is process {process.pid}", flush=True)
+        say(f"member {number} is process {process.pid}")
 
     def stop(signum: int, _: object) -> None:
         complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
@@ -225,7 +230,7 @@ def main(place: Place, args: Args) -> None:
                     raise SystemExit(code)  # an error, which would come again
                 finished = finished or code == 0
                 if code < 0 and not finished:
-                    print(f"lost member {number}: {signal.Signals(-code).name}", flush=True)
+                    say(f"lost member {number}: {signal.Signals(-code).name}")
                     if args.replace:
                         begin(place.world_size + store.add("newcomers", 1) - 1)
     finally:

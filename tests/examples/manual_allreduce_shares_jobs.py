@@ -26,7 +26,8 @@ def trainings(args: Args) -> None:
     for way in WAYS:
         train.train(options(args, way, shares=does_not), CPU)
     train.train(options(args, "flat", shares=divides, out=args.folder / "divides"), CPU)
-    train.train(options(args, "flat", shares="auto", out=args.folder / "auto"), CPU)
+    with patch.object(shares, "SECONDS", 0.05):
+        train.train(options(args, "flat", shares="auto", out=args.folder / "auto"), CPU)
     unweighted = altered("train", *MEAN)
     unweighted.train(options(args, "flat", shares=divides, out=args.folder / "unweighted"), CPU)
     forgotten: Any = altered("shares", '"shard": (0, 1), ', "")

@@ -3,15 +3,19 @@
 import os
 import re
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from benchmarks.survive_replay import replayed
 from common.data.idx import ImageData, idx_folder
+from common.launch.errors import Lost
+from examples.manual_allreduce_sgd.membership import Membership, leave_group
 from tests.conftest import Programs
-from tests.examples.survive_replay import replayed
 from tests.examples.test_manual_allreduce_sgd import plain_loop
 from tests.make_data import write_idx
 from tests.runs import Eventually, mutated, result
@@ -206,6 +210,22 @@ def test_two_nodes(programs: Programs, tmp_path: Path, data: ImageData, free_por
         programs.finish(node)
     all_four = [0, 1, 2, 4]
     check(data, tmp_path / "out", [(0, [0, 1, 2, 3]), (4, [0, 1, 2]), (7, all_four), (STEPS, all_four)])
+
+
+def test_a_group_that_could_not_connect_is_not_counted() -> None:
+    """A newcomer has no such group behind it, and must meet the others under the same name."""
+    store = dist.HashStore()
+    membership = Membership(store, 0, 2, timedelta(seconds=1))
+    store.set("0/here/1", "0")  # and then it is lost
+    with pytest.raises(Lost):
+        membership.meet(0)
+    store.set("ended/1", "-9")
+    membership.meet(0)
+    try:
+        assert list(membership.members) == [0]
+        assert getattr(dist.group.WORLD, "group_name") == "0"  # noqa: B009 - ty does not know it
+    finally:
+        leave_group()
 
 
 # ----------------------------------------------------------------------------------------------- what goes wrong

@@ -1,4 +1,7 @@
-"""What survive.py must come to, by the history of its members: without processes, messages and losses."""
+"""What survive.py must come to, by the history of its members: one process, and nothing is lost."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +10,10 @@ from torch import Tensor
 from common.data.idx import ImageData
 from common.data.models import DigitNet
 from common.train.checks import parameter_hash
-from tests.runs import Result
 
 
 def ring_sum(rows: list[Tensor]) -> Tensor:
-    """The sum of what the ranks have, [n] each, with the additions in the order in which a ring does them."""
+    """The sum of what the ranks have, [n] each, added in the order in which a ring adds."""
     size, sums = len(rows), []
     chunks = [row.tensor_split(size) for row in rows]
     for number in range(size):  # a chunk begins at the rank of its number, and travels to the right
@@ -22,7 +24,7 @@ def ring_sum(rows: list[Tensor]) -> Tensor:
     return torch.cat(sums)
 
 
-def replayed(data: ImageData, found: Result, batch_size: int, lr: float) -> str:
+def replayed(data: ImageData, found: Mapping[str, Any], batch_size: int, lr: float) -> str:
     """The hash of the parameters after the same history, with as many threads as each rank had.
 
     Args:
@@ -40,12 +42,15 @@ def replayed(data: ImageData, found: Result, batch_size: int, lr: float) -> str:
     sizes = [parameter.numel() for parameter in parameters]
     for step in range(found["steps"]):
         epoch, number = divmod(step, -(-len(data.train) // batch_size))
-        order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(1234 + epoch))
+        generator = torch.Generator().manual_seed(1234 + epoch)
+        order = torch.randperm(len(data.train), generator=generator)
         batch = order[batch_size * number :][:batch_size]
-        begun = [each["members"] for each in found["generations"] if each["steps_done"] <= step]
+        generations = found["generations"]
+        begun = [each["members"] for each in generations if each["steps_done"] <= step]
         size, rows = len(begun[-1]), []
         for rank in range(size):
-            images, labels, _ = data.collate(data.train.__getitems__(batch[rank::size].tolist()))
+            share = batch[rank::size].tolist()
+            images, labels, _ = data.collate(data.train.__getitems__(share))
             loss = F.cross_entropy(model(images), labels, reduction="sum") / len(batch)
             gradients = [gradient.flatten() for gradient in torch.autograd.grad(loss, parameters)]
             rows.append(torch.cat([torch.zeros(len(batch)), *gradients, torch.zeros(2)]))
