@@ -1,6 +1,6 @@
 """What a pipeline of two processes, one core each, gains over one process on one core.
 
-    python -m benchmarks.pipeline                       # 2 processes: all schedules, 17 minutes
+    python -m benchmarks.pipeline                       # 2 processes: all schedules, 5 minutes
     python -m benchmarks.pipeline --nproc 4 --memory    # 4 processes: activations of each stage
 
 Compared in every round: the pipelines, and the un-split model on one core while the other core
@@ -12,8 +12,9 @@ The seconds of a step by our engine are split into
 * ideal: those of the baseline, divided by the stages;
 * small micro-batches: what the un-split model loses in micro-batches of this size;
 * shared machine: what the stages lose to each other (memory, cache, clock) when both cores work;
-* bubble: (P-1)/M of the work, for equal stages (interleaved: half of it);
-* imbalance: what unequal stages add to that, simulated with the measured times;
+* bubble: (P-1)/M of the work, for equal stages (interleaved: half of it; ZB-H1: a third, ZB-V: a
+  sixth, if forward and both halves of backward take equally long);
+* imbalance: what unequal times add to that, simulated with the measured ones;
 * communication and rest: what was measured beyond the simulation, with the optimizer.
 """
 
@@ -39,8 +40,9 @@ from common.train.amp import MixedPrecision
 from common.train.precision import Precision
 from examples.resnet_pipeline.args import PipelineArgs
 from examples.resnet_pipeline.model import build
+from examples.resnet_pipeline.operations import BY_HAND
 from examples.resnet_pipeline.partition import describe
-from examples.resnet_pipeline.schedule import SCHEDULES, ideal_bubble
+from examples.resnet_pipeline.schedule import ideal_bubble
 from examples.resnet_pipeline.timeline import Event, Timeline, bubble, draw, merged
 
 FORMS: dict[str, Literal["gpipe", "1f1b"]] = {"GPipe": "gpipe", "1F1B": "1f1b"}
@@ -55,9 +57,9 @@ class Args(RanksMeasurement):
     """Model."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
     """Samples in a batch."""
-    image_size: int = 224
+    image_size: int = 128
     """Height and width of the images, in pixels."""
-    micro_batches: tuple[int, ...] = (2, 4, 8, 16)
+    micro_batches: tuple[int, ...] = (4, 8)
     """Numbers of micro-batches to compare."""
     channels_last: Literal["yes", "no"] = "yes"
     """Memory layout; in NHWC small micro-batches lose less."""
@@ -77,7 +79,10 @@ def configurations(args: Args, processes: int) -> dict[str, PipelineArgs]:
     for count in args.micro_batches:
         for engine in ("hand", "torch"):
             schedules = ["gpipe", "1f1b"] + ["interleaved"] * (count >= 4)
-            schedules += ["zero-bubble", "zbv"] * (engine == "torch" and count == 8)
+            if engine == "hand":
+                schedules += ["zb-h1", "zbv"]
+            elif count >= 2 * processes:
+                schedules += ["zero-bubble", "zbv", "dualpipev"]
             fits = count >= processes and args.batch_size % count == 0
             for schedule in schedules if engine == "hand" or fits else ():
                 changed = {"engine": engine, "schedule": schedule, "micro_batches": count}
@@ -144,10 +149,11 @@ def summarise(
         other = best.setdefault(flags.engine, name)
         best[flags.engine] = max(other, name, key=lambda n: found[n]["speedup"])
     count, charts = compared[best["hand"]].micro_batches, {}
-    for name in sorted({*best.values(), f"hand gpipe {count}", f"hand 1f1b {count}"}):
+    shown = {*best.values(), *(f"hand {schedule} {count}" for schedule in BY_HAND)}
+    for name in (name for name in compared if name in shown):
         part, flags = sorted(events[name], key=bubble)[args.rounds // 2], compared[name]
         ideal = ideal_bubble(flags.schedule, flags.micro_batches, processes)
-        known = f", with equal stages {ideal:.0%}" if flags.schedule in SCHEDULES else ""
+        known = f", with equal stages {ideal:.0%}" if flags.schedule in BY_HAND else ""
         charts[f"{name}: idle {bubble(part):.0%}{known}"] = part
     args.out.mkdir(parents=True, exist_ok=True)
     draw(args.out / "pipeline_timeline.png", charts)

@@ -18,11 +18,12 @@ from common.train.amp import MixedPrecision
 from common.train.precision import Precision
 from examples.resnet_pipeline.args import PipelineArgs
 from examples.resnet_pipeline.grid import make_grid
-from examples.resnet_pipeline.schedule import micro_batch_sizes, simulate
+from examples.resnet_pipeline.operations import simulate
+from examples.resnet_pipeline.schedule import Seconds, ideal_bubble, micro_batch_sizes
 from examples.resnet_pipeline.stages import LocalStages, build_local_stages, make_pipeline
 from examples.resnet_pipeline.timeline import Event, Timeline
 
-TWO_STAGES = ("interleaved", "zero-bubble", "zbv")
+PLACEMENTS = {"interleaved": "round", "zero-bubble": "round", "zbv": "V", "dualpipev": "V"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class Pipelines:
 
     def make(self, flags: PipelineArgs) -> Made:
         """A configuration. Every rank calls this."""
-        placement = flags.schedule if flags.schedule in TWO_STAGES else "one stage each"
+        placement = PLACEMENTS.get(flags.schedule, "one stage each")
         key = placement, flags.recompute
         if key not in self.shared:
             local = build_local_stages(flags, 0, 10, self.images, self.amp, self.grid)
@@ -150,10 +151,14 @@ def losses(
     for event in events:
         spent[event.kind, event.stage] += (event.end - event.start) / count
     stages = sorted({stage for _, stage in spent})
-    forward, backward = ([spent[kind, stage] for stage in stages] for kind in ("F", "B"))
+    seconds = [
+        Seconds(spent["F", stage], spent["B", stage] + spent["I", stage], spent["W", stage])
+        for stage in stages
+    ]
     busy = count * sum(spent.values()) / processes
-    simulated = simulate(flags.schedule, forward, backward, count, processes)
-    filling = busy * (processes - 1) / count * processes / len(stages)
+    simulated = simulate(flags.schedule, seconds, count, processes)
+    idle = ideal_bubble(flags.schedule, count, processes)
+    filling = busy * idle / (1 - idle)
     return {
         "ideal": whole / processes,
         "small micro-batches": (cut - whole) / processes,

@@ -79,7 +79,8 @@ def pipeline(found: Found) -> Pictures:
     title = f"two cores are {each[best]['speedup']:.2f} times as fast as one"
     y = "times one core"
     charts: list[Chart] = [Lines(title, "micro-batches", y, drawn, counts, from_zero=True)]
-    losses = {name: of["losses"] for name, of in each.items() if "losses" in of and "1f1b" in name}
+    shown = ("hand 1f1b", "hand zbv")
+    losses = {n: of["losses"] for n, of in each.items() if n.startswith(shown) and "losses" in of}
     if losses:
         notes = {name: f"measured {each[name]['median_seconds']:.2f}" for name in losses}
         charts.append(Bars(_most_lost(losses), "seconds", losses, notes))

@@ -10,6 +10,9 @@ from common.launch.errors import UserError
 from common.launch.flags import MAY_CHANGE, Launch, MustExist, Watch, at_least
 from common.train.precision import PrecisionWithoutFp16
 
+TORCH_ALONE = ("zero-bubble", "dualpipev")
+SPLIT = ("zb-h1", "zbv", *TORCH_ALONE)  # schedules that split the backward pass
+
 
 @dataclass(frozen=True)
 class PipelineArgs:
@@ -30,9 +33,10 @@ class PipelineArgs:
     micro_batches: Annotated[int, arg(aliases=["-m"], metavar="M")] = 4
     """Number of micro-batches per replica's share of a batch; sizes may differ by one."""
     schedule: Annotated[
-        Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"], MAY_CHANGE
+        Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "zero-bubble", "dualpipev"],
+        MAY_CHANGE,
     ] = "1f1b"
-    """Order; the last three have two stages per process, the last two need --engine torch."""
+    """Order: zb-h1 only by --engine hand, the last two only by --engine torch."""
     engine: Annotated[Literal["hand", "torch"], MAY_CHANGE] = "hand"
     """hand: pipeline.py of this example; torch: torch.distributed.pipelining."""
     balance: Annotated[Literal["auto", "even"], MAY_CHANGE] = "auto"
@@ -44,13 +48,11 @@ class PipelineArgs:
 
     def __post_init__(self) -> None:
         at_least(1, stages=self.stages, micro_batches=self.micro_batches)
-        halved = self.schedule in ("zero-bubble", "zbv")
-        if halved and self.engine == "hand":
-            raise UserError(
-                f"--schedule {self.schedule} needs --engine torch: schedule.py does not split "
-                f"backward passes"
-            )
-        if halved and self.recompute:
+        if self.schedule in TORCH_ALONE and self.engine == "hand":
+            raise UserError(f"--schedule {self.schedule} needs --engine torch; by hand: zb-h1, zbv")
+        if self.schedule == "zb-h1" and self.engine == "torch":
+            raise UserError("--schedule zb-h1 needs --engine hand; torch has zero-bubble and zbv")
+        if self.schedule in SPLIT and self.recompute:
             raise UserError(
                 f"--recompute with --schedule {self.schedule}: its split backward would recompute "
                 f"twice; choose another schedule"
@@ -108,8 +110,8 @@ class Args:
         at_least(1, batch_size=self.batch_size, checkpoint_every=self.checkpoint_every)
         at_least(0, workers=self.workers, lr=self.lr, seed=self.seed)
         at_least(0, weight_decay=self.weight_decay)
-        if self.amp.compile and self.pipeline.schedule in ("zero-bubble", "zbv"):
+        if self.amp.compile and self.pipeline.schedule in SPLIT:
             raise UserError(
-                f"--compile with --schedule {self.pipeline.schedule}: torch cannot split a "
-                f"compiled backward pass; choose another schedule"
+                f"--compile with --schedule {self.pipeline.schedule}: a compiled backward pass "
+                f"cannot be split; choose another schedule"
             )

@@ -9,6 +9,13 @@ from torch import Tensor, nn
 
 from common.train.amp import MixedPrecision
 from examples.resnet_pipeline.model import Stage, blocks
+from examples.resnet_pipeline.schedule import Seconds
+from examples.resnet_pipeline.split_backward import (
+    Call,
+    backward_of_inputs,
+    backward_of_weights,
+    recorded,
+)
 
 
 @dataclass(frozen=True)
@@ -25,28 +32,20 @@ class LayerCost:
     """Of the output."""
     kept: int
     """Bytes that the backward pass needs of the forward pass, without parameters."""
-    forward: float
-    """Seconds."""
-    backward: float
-    """Seconds."""
-
-    @property
-    def seconds(self) -> float:
-        """Of forward and backward."""
-        return self.forward + self.backward
+    seconds: Seconds
 
 
 def joined(costs: Sequence[LayerCost]) -> LayerCost:
     """The costs of consecutive blocks as one."""
-    summed = ("parameters", "kept", "forward", "backward")
-    sums = {name: sum(getattr(cost, name) for cost in costs) for name in summed}
-    return replace(costs[-1], first=costs[0].first, **sums)
+    sums = {name: sum(getattr(cost, name) for cost in costs) for name in ("parameters", "kept")}
+    seconds = Seconds(*map(sum, zip(*(cost.seconds for cost in costs), strict=True)))
+    return replace(costs[-1], first=costs[0].first, seconds=seconds, **sums)
 
 
 def measure(
     model: nn.Module, images: Tensor, amp: MixedPrecision, repeats: int = 5
 ) -> tuple[LayerCost, ...]:
-    """Time the forward and backward of each block (the fastest of `repeats`, after one).
+    """Time each block, forward and both halves backward (the fastest of `repeats`, after one).
 
     The micro-batch goes through all blocks, as in training. A block alone would get its memory from
     the operating system every time: the first blocks, whose activations are the largest, would seem
@@ -66,8 +65,8 @@ def measure(
     costs = []
     for block, stage, output, times in zip(row, stages, outputs, by_block, strict=True):
         parameters = sum(p.numel() for p in stage.parameters())
-        forward, backward = (min(column) for column in zip(*times, strict=True))
-        costs.append(LayerCost(block[0][0], block[-1][0], parameters, *output, forward, backward))
+        fastest = Seconds(*map(min, zip(*times, strict=True)))
+        costs.append(LayerCost(block[0][0], block[-1][0], parameters, *output, fastest))
     return tuple(costs)
 
 
@@ -94,22 +93,24 @@ def _outputs(stages: list[Stage], x: Tensor) -> list[tuple[tuple[int, ...], torc
     return outputs
 
 
-def _seconds(stages: list[Stage], images: Tensor) -> list[tuple[float, float]]:
-    """Seconds of each stage's forward and backward in one run."""
-    passes: list[tuple[Tensor, Tensor, float]] = []
+def _seconds(stages: list[Stage], images: Tensor) -> list[Seconds]:
+    """Seconds of each stage in one run."""
+    passes: list[tuple[list[Call], Tensor, Tensor, float]] = []
     y = images
     for stage in stages:
         x = y.detach().requires_grad_(len(passes) > 0)
         start = _now(images)
-        y = stage(x)
-        passes.append((x, y, _now(images) - start))
+        with recorded(stage) as calls:
+            y = stage(x)
+        passes.append((calls, x, y, _now(images) - start))
     gradient: Tensor | None = torch.ones_like(y)
     times = []
-    while passes:
-        x, y, forward = passes.pop()
+    for stage, (calls, x, y, forward) in zip(stages[::-1], passes[::-1], strict=True):
         start = _now(images)
-        y.backward(gradient)
-        times.append((forward, _now(images) - start))
+        halves = backward_of_inputs(stage, calls, x, y, gradient)
+        middle = _now(images)
+        backward_of_weights(halves)
+        times.append(Seconds(forward, middle - start, _now(images) - middle))
         gradient = x.grad
     return times[::-1]
 

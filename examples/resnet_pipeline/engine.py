@@ -1,4 +1,4 @@
-"""The same stages by torch.distributed.pipelining: GPipe, 1F1B, interleaved, zero-bubble, ZBV.
+"""The same stages by torch.distributed.pipelining: GPipe, 1F1B, interleaved, zero-bubble.
 
 Its schedules need micro-batches of one size, so the batch is filled up with samples whose label is
 ignored. That changes nothing, except that BatchNorm normalises over them, too: with it, choose a
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -36,6 +37,8 @@ SCHEDULES: dict[str, Any] = {
     # https://arxiv.org/abs/2401.10241
     "zero-bubble": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
+    # https://github.com/deepseek-ai/DualPipe
+    "dualpipev": ScheduleDualPipeV,
 }
 LOST = ("losed by peer", "reset by peer", "imed out")
 

@@ -11,7 +11,7 @@ from common.launch.collectives import broadcast_object, gather_objects
 from common.launch.errors import UserError
 from common.train.evaluate import Evaluation, classification_metrics
 from examples.resnet_pipeline.grid import Grid
-from examples.resnet_pipeline.pipeline import Message, receive, send
+from examples.resnet_pipeline.messages import Message, receive, send
 from examples.resnet_pipeline.stages import LocalStages
 
 

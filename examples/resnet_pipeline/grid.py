@@ -26,10 +26,11 @@ class Grid:
         dp_rank: the number of its pipeline.
         ranks: global ranks of this pipeline's processes, in order.
         mesh: the processes as a [D, P] mesh with the dimensions `dp` and `pp`.
-        channels: groups of the pipeline's processes, by (kind, round the end): one for activations
-            (F), one for gradients (B), and each again for the messages from the last process round
-            to the first, or back. nccl runs the messages between two ranks in the order of the
-            calls, so in one group the two directions would wait for each other.
+        channels: groups of the pipeline's processes, by (kind, back): one for activations (F), one
+            for gradients (B), and each again for stages whose next stage is on a process before
+            theirs: round the end, or the second half of a V. nccl runs the messages between two
+            ranks in the order of the calls, so in one group the directions would wait for each
+            other.
         device: this process's device.
         timeout: the longest wait for a message.
     """
@@ -49,18 +50,16 @@ class Grid:
         """The group of this pipeline's processes."""
         return self.mesh.get_group("pp")
 
-    def sender(self, kind: str, stage: int) -> tuple[int, dist.ProcessGroup]:
-        """Global rank and group from which a stage's forward (F) or backward (B) gets its input."""
-        return self._link(kind, stage, stage - 1 if kind == "F" else stage + 1)
+    def link(self, kind: str, first: int, second: int) -> tuple[int, dist.ProcessGroup]:
+        """Global rank of the process at the other end, and the group for messages to or from it.
 
-    def receiver(self, kind: str, stage: int) -> tuple[int, dist.ProcessGroup]:
-        """Global rank and group to which the result of a stage's forward or backward goes."""
-        return self._link(kind, stage, stage + 1 if kind == "F" else stage - 1)
-
-    def _link(self, kind: str, stage: int, other: int) -> tuple[int, dist.ProcessGroup]:
-        """Stage s is on process s modulo P."""
-        round_the_end = max(stage, other) % self.pp_size == 0
-        return self.ranks[other % self.pp_size], self.channels[kind, round_the_end]
+        Args:
+            kind: F for activations, B for gradients.
+            first: number of the process of a stage; this or the other is this process.
+            second: of the process of the next stage.
+        """
+        other = second if first == self.pp_rank else first
+        return self.ranks[other], self.channels[kind, second < first]
 
     @contextlib.contextmanager
     def watching(self, rank: int, doing: str) -> Generator[None]:
@@ -104,9 +103,7 @@ def make_grid(pp_size: int | None, device: torch.device, timeout: timedelta) -> 
     ranks = torch.arange(world_size).view(-1, pp_size)  # [D, P]
     replicas = _own_group(ranks.T, timeout)
     channels = {
-        (kind, round_the_end): _own_group(ranks, timeout)
-        for round_the_end in (False, True)
-        for kind in ("F", "B")
+        (kind, back): _own_group(ranks, timeout) for back in (False, True) for kind in ("F", "B")
     }
     mesh = DeviceMesh.from_group(
         [replicas, channels["F", False]], device.type, ranks, mesh_dim_names=("dp", "pp")
@@ -132,10 +129,12 @@ def _connect(grid: Grid) -> None:
     """
     number = torch.zeros(1, device=message_device(grid.device))
     last = grid.pp_size - 1
-    for (kind, round_the_end), group in grid.channels.items():
-        for first in [last] * (last > 0) if round_the_end else range(last):
-            ends = first, (first + 1) % grid.pp_size
-            source, target = ends if kind == "F" else ends[::-1]
+    for (kind, back), group in grid.channels.items():
+        ends = [(first, first + 1) for first in range(last)]
+        if back:
+            ends = [*(pair[::-1] for pair in ends), *[(last, 0)] * (last > 1)]
+        for first, second in ends:
+            source, target = (first, second) if kind == "F" else (second, first)
             if grid.pp_rank == source:
                 dist.send(number, grid.ranks[target], group)
             elif grid.pp_rank == target:

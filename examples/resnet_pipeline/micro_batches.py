@@ -165,7 +165,7 @@ def main(args: Args) -> None:
     amp = MixedPrecision(Precision(precision="fp32"), devices[0])
     costs = measure(unsplit.model, images[: args.split_size].to(devices[0]), amp)
     unsplit.model.zero_grad()
-    start = balanced([cost.seconds for cost in costs], 2)[1]
+    start = balanced([sum(cost.seconds) for cost in costs], 2)[1]
     halves = TwoHalves(copy.deepcopy(unsplit.model), start, devices)
     textbook = Textbook(copy.deepcopy(unsplit.model), devices)
     print(

@@ -12,7 +12,8 @@ from common.launch.errors import UserError
 from common.train.amp import MixedPrecision
 from examples.resnet_pipeline.costs import LayerCost, joined, measure
 from examples.resnet_pipeline.model import blocks, cut_points
-from examples.resnet_pipeline.schedule import SCHEDULES, ideal_bubble, simulate
+from examples.resnet_pipeline.operations import BY_HAND, simulate
+from examples.resnet_pipeline.schedule import bubble_factor, ideal_bubble
 
 MIB = 2**20
 
@@ -104,16 +105,15 @@ def make_partition(
     by_time = balance == "auto" and not cuts
     costs = broadcast_object(lambda: measure(model, images, amp, repeats=5 if by_time else 1))
     if not cuts:
-        starts = balanced([cost.seconds if by_time else 1.0 for cost in costs], stages)
+        starts = balanced([sum(cost.seconds) if by_time else 1.0 for cost in costs], stages)
     return Partition(costs, tuple(starts))
 
 
 def predicted_bubble(partition: Partition, schedule: str, count: int, pp_size: int) -> float:
     """The idle share of all processes, from the measured times."""
-    stages = partition.stages
-    forward, backward = [s.forward for s in stages], [s.backward for s in stages]
-    span = simulate(schedule, forward, backward, count, pp_size)
-    return 1 - count * (sum(forward) + sum(backward)) / (pp_size * span)
+    seconds = [stage.seconds for stage in partition.stages]
+    span = simulate(schedule, seconds, count, pp_size)
+    return 1 - count * sum(map(sum, seconds)) / (pp_size * span)
 
 
 def describe(partition: Partition, schedule: str, pp_size: int, sizes: Sequence[int]) -> list[str]:
@@ -131,10 +131,10 @@ def describe(partition: Partition, schedule: str, pp_size: int, sizes: Sequence[
         lines.append(
             f"  stage {number}: {stage.first} .. {stage.last}, {stage.parameters:,} parameters, "
             f"{stage.kept / MIB:.1f} MiB of activations per micro-batch of {sizes[0]}, "
-            f"{1e3 * stage.forward:.1f} + {1e3 * stage.backward:.1f} ms"
+            f"{1e3 * stage.seconds.forward:.1f} + {1e3 * stage.seconds.of('B'):.1f} ms"
         )
-    if schedule in SCHEDULES and (pp_size > 1 or len(stages) == 1):
-        factor = "2" if len(stages) > pp_size else ""
+    if schedule in BY_HAND and (pp_size > 1 or len(stages) == 1):
+        factor = str(bubble_factor(schedule, pp_size)).strip("1")
         lines.append(
             f"  predicted bubble: {ideal_bubble(schedule, count, pp_size):.1%} by "
             f"(P-1)/({factor}M+P-1) with P = {pp_size}, M = {count}, "

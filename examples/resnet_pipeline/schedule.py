@@ -1,8 +1,9 @@
-"""Pipeline schedules by hand: the order in which a process computes. GPipe, 1F1B, interleaved 1F1B.
+"""Pipeline schedules by hand: who computes in which order. GPipe, 1F1B, interleaved 1F1B, ZB-H1.
 
 A process runs a list of operations: F3 is the forward of micro-batch 3, B3 its backward. The list
 depends only on the process's place and on the number of micro-batches, so every process computes
-its own list and nothing has to be agreed on. `pipeline.py` runs the lists.
+its own list and nothing has to be agreed on. `pipeline.py` runs the lists. (A schedule that depends
+on measured times: v_schedule.py.)
 
     GPipe (https://arxiv.org/abs/1811.06965), 3 stages, 4 micro-batches: all activations are kept
     until the middle
@@ -25,19 +26,57 @@ its own list and nothing has to be agreed on. `pipeline.py` runs the lists.
 
         process 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .  b2 .  b3 B2 B3
         process 1   .  F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 .
+
+    ZB-H1 (https://arxiv.org/abs/2401.10241, section 2.2): 1F1B whose backward is split: I3 is the
+    gradient of the stage's input, for which the stage before waits, W3 those of the weights, for
+    which nobody waits. (The paper calls I "B".) Stage s leaves W behind by s micro-batches, and
+    fills with them the time in which it would idle at the end: a third of the bubble, and no stage
+    keeps more than P micro-batches, as the first one does anyway. Equal times for F, I and W
+
+        stage 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        stage 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        stage 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
+Kind = Literal["F", "B", "I", "W"]
+
 
 class Op(NamedTuple):
-    """One operation: forward or backward of one micro-batch in one stage."""
+    """One operation of one micro-batch in one stage."""
 
-    kind: Literal["F", "B"]
+    kind: Kind
+    """Forward, backward, or a backward's halves: the input's gradient and those of the weights."""
     micro: int
     stage: int
+
+    @property
+    def source(self) -> int:
+        """The stage whose result F, B or I needs: -1, or the one after the last, if nobody's."""
+        return self.stage + (-1 if self.kind == "F" else 1)
+
+    @property
+    def target(self) -> int:
+        """The stage that needs the result of F, B or I: -1 or the one after the last, if none."""
+        return self.stage + (1 if self.kind == "F" else -1)
+
+
+class Seconds(NamedTuple):
+    """How long a stage, or a part of one, computes for one micro-batch."""
+
+    forward: float
+    inputs: float
+    """Backward: the gradient of the input."""
+    weights: float
+    """Backward: the gradients of the weights."""
+
+    def of(self, kind: str) -> float:
+        """Of an operation."""
+        both = self.inputs + self.weights
+        return {"F": self.forward, "B": both, "I": self.inputs, "W": self.weights}[kind]
 
 
 def gpipe(pp_rank: int, pp_size: int, count: int) -> list[Op]:
@@ -74,10 +113,24 @@ def in_turn(forwards: list[Op], backwards: list[Op], warm_up: int) -> list[Op]:
     return [*forwards[:warm_up], *chain.from_iterable(pairs), *rest]
 
 
+def zero_bubble_h1(pp_rank: int, pp_size: int, count: int) -> list[Op]:
+    """1F1B with split backward passes, whose second halves stay behind by `pp_rank`."""
+    ops: list[Op] = []
+    for op in one_forward_one_backward(pp_rank, pp_size, count):
+        if op.kind == "F":
+            ops.append(op)
+            continue
+        ops.append(op._replace(kind="I"))
+        if op.micro >= pp_rank:
+            ops.append(Op("W", op.micro - pp_rank, pp_rank))
+    return [*ops, *(Op("W", i, pp_rank) for i in range(max(0, count - pp_rank), count))]
+
+
 SCHEDULES: dict[str, Callable[[int, int, int], list[Op]]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
 }
 
 
@@ -92,7 +145,7 @@ def stage_owners(schedule: str, pp_size: int, engine: str) -> list[int]:
     processes = list(range(pp_size))
     if schedule in ("interleaved", "zero-bubble") and (pp_size > 1 or engine == "torch"):
         return processes * 2  # 0 1 2 0 1 2
-    if schedule == "zbv":
+    if schedule in ("zbv", "dualpipev") and (pp_size > 1 or engine == "torch"):
         return processes + processes[::-1]  # 0 1 2 2 1 0
     return processes
 
@@ -102,38 +155,15 @@ def micro_batch_sizes(samples: int, count: int) -> list[int]:
     return [len(range(part, samples, count)) for part in range(min(count, samples))]
 
 
-def simulate(
-    schedule: str, forward: Sequence[float], backward: Sequence[float], count: int, pp_size: int
-) -> float:
-    """The seconds that a step takes if messages cost nothing.
-
-    Args:
-        schedule: gpipe, 1f1b or interleaved.
-        forward: seconds of one micro-batch per stage.
-        backward: the same of the backward pass.
-        count: micro-batches.
-        pp_size: processes P; stage s is on process s modulo P.
-    """
-    waiting = [SCHEDULES[schedule](pp_rank, pp_size, count) for pp_rank in range(pp_size)]
-    done: dict[Op, float] = {}  # when an operation ended
-    clocks = [0.0] * pp_size
-    while any(waiting):
-        before = len(done)
-        for pp_rank, ops in enumerate(waiting):
-            while ops:
-                op = ops[0]
-                needs = op._replace(stage=op.stage + (1 if op.kind == "B" else -1))
-                if 0 <= needs.stage < len(forward) and needs not in done:
-                    break
-                seconds = (forward if op.kind == "F" else backward)[op.stage]
-                done[op] = max(clocks[pp_rank], done.get(needs, 0.0)) + seconds
-                clocks[pp_rank] = done[op]
-                ops.pop(0)
-        assert len(done) > before, "the processes wait for each other"
-    return max(clocks)
-
-
 def ideal_bubble(schedule: str, count: int, pp_size: int) -> float:
-    """The idle share with equal stages: (P-1)/(M+P-1), interleaved (P-1)/(2M+P-1)."""
-    stages_each = 2 if schedule == "interleaved" and pp_size > 1 else 1
-    return (pp_size - 1) / (stages_each * count + pp_size - 1)
+    """The idle share (P-1)/(KM+P-1) of P processes with equal stages and M >= P micro-batches.
+
+    K says how much shorter the wait for the first work and for the last is: 1 for GPipe and 1F1B, 2
+    for interleaved; with equal times for F, I and W, 3 for zb-h1 and 6 for zbv (P <= 4).
+    """
+    return (pp_size - 1) / (bubble_factor(schedule, pp_size) * count + pp_size - 1)
+
+
+def bubble_factor(schedule: str, pp_size: int) -> int:
+    """K of `ideal_bubble`."""
+    return {"interleaved": 2, "zb-h1": 3, "zbv": 6}.get(schedule, 1) if pp_size > 1 else 1

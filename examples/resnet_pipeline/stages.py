@@ -137,7 +137,7 @@ def make_pipeline(
     criterion = nn.CrossEntropyLoss(reduction="sum", ignore_index=PADDING)
     stages, partition = local.stages, local.partition
     if args.engine == "hand":
-        return Pipeline(stages, grid, partition, criterion, args.schedule, timeline)
+        return Pipeline(stages, grid, partition, local.owners, criterion, args.schedule, timeline)
     # Importing torch.distributed.pipelining takes 0.3 s.
     from examples.resnet_pipeline.engine import TorchPipeline
 

@@ -32,6 +32,7 @@ from examples.resnet_pipeline import stages
 from examples.resnet_pipeline.args import PipelineArgs
 from examples.resnet_pipeline.grid import Grid, average_over_replicas, make_grid
 from examples.resnet_pipeline.model import NORMS
+from examples.resnet_pipeline.operations import BY_HAND
 from examples.resnet_pipeline.schedule import micro_batch_sizes
 from examples.resnet_pipeline.stages import build_local_stages, make_pipeline
 from examples.resnet_pipeline.timeline import Timeline
@@ -41,7 +42,7 @@ BASE = PipelineArgs(arch="resnet18", norm="group", balance="even")
 HAND = [
     *(
         replace(BASE, schedule=schedule, micro_batches=count)
-        for schedule in ("gpipe", "1f1b", "interleaved")
+        for schedule in BY_HAND
         for count in (1, 3, 4)  # 8 samples: 8; 3, 3, 2; 2, 2, 2, 2
     ),
     replace(BASE, norm="batch"),
@@ -51,8 +52,17 @@ HAND = [
     replace(BASE, norm="batch", micro_batches=3, schedule="interleaved", recompute=True),
     replace(BASE, arch="resnet50", norm="batch"),
     replace(BASE, arch="resnet50", schedule="interleaved", micro_batches=3),
+    replace(BASE, arch="resnet50", schedule="zbv", norm="batch"),
 ]
-TORCH_COUNTS = {"gpipe": (4, 5), "1f1b": (4, 5), "interleaved": (3, 4), "zero-bubble": (3, 4), "zbv": (3, 8)}
+SPLIT = [replace(BASE, schedule="zb-h1"), replace(BASE, schedule="zbv", micro_batches=3)]
+TORCH_COUNTS = {
+    "gpipe": (4, 5),
+    "1f1b": (4, 5),
+    "interleaved": (3, 4),
+    "zero-bubble": (3, 4),
+    "zbv": (3, 8),
+    "dualpipev": (8,),
+}
 TORCH = [
     *(
         replace(BASE, engine="torch", schedule=schedule, micro_batches=count)
@@ -63,18 +73,22 @@ TORCH = [
     replace(BASE, engine="torch", norm="batch", recompute=True),
     replace(BASE, arch="resnet50", engine="torch", schedule="zbv", micro_batches=8),
 ]
-LAYOUT = [BASE, replace(BASE, schedule="interleaved", micro_batches=3), replace(BASE, engine="torch", norm="batch")]
+LAYOUT = [
+    BASE,
+    *(replace(BASE, schedule=name, micro_batches=3) for name in ("interleaved", "zbv")),
+    replace(BASE, engine="torch", norm="batch"),
+]
 REPLICAS = [  # BatchNorm over two values only tells their order, and so amplifies rounding: one micro-batch of four
     replace(BASE, stages=2, micro_batches=count, norm=norm, engine=engine)
     for norm, count, engine in (("group", 2, "hand"), ("group", 2, "torch"), ("batch", 1, "hand"))
-] + [replace(BASE, stages=2, micro_batches=2, schedule="interleaved")]
+] + [replace(BASE, stages=2, micro_batches=2, schedule=schedule) for schedule in ("interleaved", "zbv")]
 
 
 @dataclass(frozen=True)
 class Args:
     """The flags of the job."""
 
-    cases: Literal["all", "hand", "replicas"] = "all"
+    cases: Literal["all", "hand", "split", "replicas"] = "all"
     """Which cases."""
     launch: OmitArgPrefixes[Launch] = Launch()
 
@@ -220,6 +234,7 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     cases = {
         "all": [(flags, plain) for flags in HAND + TORCH] + [(flags, nhwc) for flags in LAYOUT],
         "hand": [(HAND[5], plain)],
+        "split": [(flags, plain) for flags in SPLIT],
         "replicas": [(flags, plain) for flags in REPLICAS] + [(REPLICAS[0], nhwc)],
     }[args.cases]
     grid = make_grid(2 if args.cases == "replicas" else None, device, args.launch.patience)

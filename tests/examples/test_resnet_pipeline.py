@@ -52,6 +52,7 @@ def trained(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory)
         "3 gpipe": ("--nproc", 3, "--schedule", "gpipe", "--cuts", "layer1.1", "layer4.0"),
         "2 zbv": ("--nproc", 2, "--engine", "torch", "--schedule", "zbv"),
         "2 interleaved": ("--nproc", 2, "--schedule", "interleaved"),
+        "3 hand zbv": ("--nproc", 3, "--schedule", "zbv"),
     }
     outs = {}
     for name, flags in ways.items():
@@ -63,14 +64,14 @@ def trained(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory)
 def test_however_it_is_cut_the_result_is_the_same(trained: dict[str, Path]) -> None:
     found = {name: result(out) for name, out in trained.items()}
     expected = found["1"]
-    for name in ("3 gpipe", "2 interleaved"):
+    for name in ("3 gpipe", "2 interleaved", "3 hand zbv"):
         assert found[name]["parameter_hash"] == expected["parameter_hash"]
         assert found[name]["metrics"] == expected["metrics"]
         assert (trained[name] / "predictions.csv").read_text() == (trained["1"] / "predictions.csv").read_text()
         assert losses(trained[name]) == pytest.approx(losses(trained["1"]), rel=1e-6)
     # torch's engine fills micro-batches of 3, 3, 2 samples up to 3, 3, 3
     assert losses(trained["2 zbv"]) == pytest.approx(losses(trained["1"]), rel=1e-2)
-    assert [value["stages"] for value in found.values()] == [1, 3, 2, 2]
+    assert [value["stages"] for value in found.values()] == [1, 3, 2, 2, 3]
     assert (expected["steps"], expected["global_batch"], expected["train_samples"]) == (8, 8, 30)
     assert found["3 gpipe"]["most_kept"] == [3, 3, 3]
     assert found["1"]["most_kept"] == [1]
@@ -107,7 +108,7 @@ def test_the_unsplit_model_loads_what_a_pipeline_leaves(trained: dict[str, Path]
 
 
 def test_the_timeline_shows_every_operation(trained: dict[str, Path]) -> None:
-    for name, processes in (("2 zbv", 2), ("3 gpipe", 3), ("2 interleaved", 2)):
+    for name, processes in (("2 zbv", 2), ("3 gpipe", 3), ("2 interleaved", 2), ("3 hand zbv", 3)):
         events = json.loads((trained[name] / "trace.json").read_text())["traceEvents"]
         work = [event for event in events if event["ph"] == "X"]
         assert {event["pid"] for event in work} == set(range(processes))
@@ -253,7 +254,10 @@ def test_a_lost_stage_is_named_and_ends_all(
     [
         (["--nproc", 2, "--stages", 3], "--stages 3: it must divide the 2 processes"),
         (["--nproc", 2, "--stages", 1, "-b", 7], r"--batch-size 7 \(global\) cannot be divided by 2 replicas"),
-        (["--schedule", "zbv"], "--schedule zbv needs --engine torch"),
+        (["--schedule", "zero-bubble"], "--schedule zero-bubble needs --engine torch; by hand: zb-h1, zbv"),
+        (["--schedule", "zb-h1", "--engine", "torch"], "--schedule zb-h1 needs --engine hand"),
+        (["--schedule", "zbv", "--recompute"], "--recompute with --schedule zbv"),
+        (["--schedule", "zb-h1", "--compile"], "--compile with --schedule zb-h1: a compiled backward pass"),
         (["--cuts", "layer9.0"], "--cuts layer9.0: no block of this name; a stage may begin with layer1"),
         (["--cuts", "layer1.0", "layer2.0"], r"--cuts: 1 stages need 0 cut\(s\), 2 were given"),
         (["--dataset", "nowhere"], "--dataset nowhere: there is no such file or folder"),
