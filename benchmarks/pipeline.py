@@ -57,7 +57,7 @@ class Args(RanksMeasurement):
     """Model."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
     """Samples in a batch."""
-    image_size: int = 128
+    image_size: int = 96
     """Height and width of the images, in pixels."""
     micro_batches: tuple[int, ...] = (4, 8)
     """Numbers of micro-batches to compare."""
