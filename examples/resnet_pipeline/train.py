@@ -1,14 +1,15 @@
 """resnet_pipeline: train a ResNet cut into stages, one per process, which work at the same time.
 
 The batch is cut into micro-batches: a stage computes one while the next stage computes the one
-before. GPipe, 1F1B and interleaved 1F1B are written out in schedule.py and pipeline.py; `--engine
-torch` runs torch.distributed.pipelining.
+before. GPipe, 1F1B, interleaved 1F1B and zero bubble are written out in schedule.py, v_schedule.py
+and pipeline.py; `--engine torch` runs torch.distributed.pipelining.
 
     python -m examples.resnet_pipeline                                   # un-split: one stage
     python -m examples.resnet_pipeline --nproc 2                         # two stages
     python -m examples.resnet_pipeline --nproc 4 --stages 2              # two replicas x two stages
     python -m examples.resnet_pipeline --nproc 2 --schedule gpipe -m 8   # 8 micro-batches
     python -m examples.resnet_pipeline --nproc 2 --schedule interleaved  # two stages per process
+    python -m examples.resnet_pipeline --nproc 2 --schedule zbv          # backward in two halves
     python -m examples.resnet_pipeline --nproc 2 --engine torch --schedule zero-bubble
     python -m examples.resnet_pipeline --nproc 2 --dataset imagenet --image-size 224 -b 64
     torchrun --nproc-per-node 2 -m examples.resnet_pipeline              # started by torchrun

@@ -7,8 +7,8 @@ gradients of inputs (I) and of weights (W), goes the same way. Only the first wa
 first stage of the processes before. 2 processes, 4 micro-batches, equal times for F, I and W; small
 letters are a process's second stage:
 
-    process 0   {zbv 0}
-    process 1   {zbv 1}
+    process 0   F0 F1 F2 f0 i0 w0 f1 i1 I0 w1 F3 I1 W0 f2 i2 w2 W1 I2 W2 f3 i3 w3 .  I3 W3
+    process 1   .  F0 f0 F1 f1 i0 I0 w0 F2 i1 I1 w1 f2 W0 F3 i2 I2 w2 f3 W1 W2 i3 I3 w3 W3
 
 An order that is right for equal times idles when, say, I takes longer than F. So the order is
 found, not written down: by playing the step through with the times that were measured, as the
