@@ -1,6 +1,6 @@
 """What a pipeline of two processes, one core each, gains over one process on one core.
 
-    python -m benchmarks.pipeline                       # 2 processes: all schedules, 5 minutes
+    python -m benchmarks.pipeline                       # 2 processes: all schedules, half an hour
     python -m benchmarks.pipeline --nproc 4 --memory    # 4 processes: activations of each stage
 
 Compared in every round: the pipelines, and the un-split model on one core while the other core
@@ -57,9 +57,9 @@ class Args(RanksMeasurement):
     """Model."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
     """Samples in a batch."""
-    image_size: int = 96
+    image_size: int = 224
     """Height and width of the images, in pixels."""
-    micro_batches: tuple[int, ...] = (4, 8)
+    micro_batches: tuple[int, ...] = (2, 4, 8, 16)
     """Numbers of micro-batches to compare."""
     channels_last: Literal["yes", "no"] = "yes"
     """Memory layout; in NHWC small micro-batches lose less."""
