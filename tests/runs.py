@@ -104,12 +104,12 @@ SLOW = (
     "            self._end_step(total)\n",
     "            self._end_step(total)\n            __import__('time').sleep(0.25)\n",
 )
-# A change to all programs: every rank notes which samples it trains on, without the run's own check.
+# A change to all programs: every rank notes which samples it trains on, beside the run's own check.
 RECORD = (
     "common/train/run.py",
-    "sample_counts.index_add_(0, seen",
-    "(self.args.out / 'seen').open('a').write(' '.join(map(str, "
-    "[state.epoch, state.batch, self.shard[1], *seen.tolist()])) + '\\n'); sample_counts.index_add_(0, seen",
+    "self._seen.add(indices[: self.batch_share()[1]])",
+    "mine = indices[: self.batch_share()[1]]; self._seen.add(mine); (self.args.out / 'seen').open('a').write("
+    "' '.join(map(str, [state.epoch, state.batch, self.shard[1], *mine.tolist()])) + '\\n')",
 )
 
 

@@ -5,6 +5,7 @@ are by default those of the process group. A program in which several ranks read
 samples (the stages of a pipeline) passes the number of its shard, and that of all shards, instead.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Sampler
+
+LARGE = 1 << 24  # samples; from here on the order of an epoch is computed, and not kept
+BLOCK = 1 << 16  # positions that are computed at once: 2 MB with what comes in between
+ROUNDS = 8
+BITS = 0xFFFFFFFF  # of a hash: 32
 
 
 class Shard(Sampler[int]):
@@ -36,6 +42,59 @@ class Shard(Sampler[int]):
         return len(self._positions)
 
 
+class Permutation:
+    """A random order of 0 to length - 1 in no memory: any slice of it is computed.
+
+    A Feistel network on numbers that are written with two digits, of as many values each as make up
+    little more than `length`: in turns a hash of one digit is added to the other. What falls
+    outside is sent through again until it falls inside. (Black and Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002.) As random as `torch.randperm`, and not a secret.
+
+    Args:
+        length: of the permutation, below 2**62.
+        generator: draws the keys of the hashes.
+    """
+
+    def __init__(self, length: int, generator: torch.Generator) -> None:
+        self.length = length
+        self._rows = math.isqrt(max(0, length - 1)) + 1
+        self._columns = max(1, -(-length // self._rows))
+        self._keys = torch.randint(1 << 32, (ROUNDS,), generator=generator).tolist()
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self.length
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """The samples at some of the positions, int64."""
+        first, end, _ = part.indices(self.length)
+        found = self._shuffled(torch.arange(first, max(first, end)))
+        while (outside := (found >= self.length).nonzero().squeeze(1)).numel():
+            found[outside] = self._shuffled(found[outside])
+        return found
+
+    def _shuffled(self, numbers: Tensor) -> Tensor:
+        """A permutation of 0 to rows x columns - 1."""
+        row, column = numbers // self._columns, numbers % self._columns
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                column = _turned(column, row, key, self._columns)
+            else:
+                row = _turned(row, column, key, self._rows)
+        return row * self._columns + column
+
+
+def _turned(digit: Tensor, other: Tensor, key: int, values: int) -> Tensor:
+    """A digit of so many values, plus a hash of the other. No product reaches 2**63."""
+    mixed = other ^ key  # multipliers and shifts: lowbias32 and MurmurHash2
+    mixed = mixed.mul_(0x7FEB352D).bitwise_and_(BITS)
+    mixed ^= mixed >> 15
+    mixed = mixed.mul_(0x5BD1E995).bitwise_and_(BITS)
+    mixed ^= mixed >> 16
+    turned = mixed.mul_(values).bitwise_right_shift_(32).add_(digit)
+    return turned.sub_((turned >= values) * values)
+
+
 class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
     """One rank's part of every global batch; an epoch can begin at any of its batches.
 
@@ -43,6 +102,9 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
     r gets the positions r, r + W, r + 2W, ... The last batch is as large as what is left. Where W
     does not divide it, the ranks with one sample less get one of the batch again, at the end: DDP
     needs all ranks in every step. (`local_samples` counts without this padding.)
+
+    The permutation is `torch.randperm`'s; from 2**24 samples on, for which that would take 128 MB
+    and more on each rank, a `Permutation`.
 
     Args:
         length: samples in the dataset.
@@ -76,17 +138,27 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
         """Global batches in an epoch, those that are skipped included."""
         return -(-self.length // self.batch_size)
 
-    def order(self) -> Tensor:
-        """The permutation of the epoch, [length], the same on all ranks."""
+    def order(self) -> Tensor | Permutation:
+        """The permutation of the epoch, to be sliced; [length], the same on all ranks."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        if self.length >= LARGE:
+            return Permutation(self.length, generator)
         return torch.randperm(self.length, generator=generator)
+
+    def _batches(self, first: int, end: int | None = None) -> Iterator[Tensor]:
+        """Global batches of the epoch's order, from one to before another."""
+        order, size = self.order(), self.batch_size
+        last = self.length if end is None else min(self.length, end * size)
+        block = size * max(1, BLOCK // size)
+        for start in range(first * size, last, block):
+            yield from order[start : min(last, start + block)].split(size)
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Pairs (epoch, index): the epoch reaches loader workers, which outlive epochs, with it."""
         # A generator: a DataLoader with workers makes two iterators and uses the second, so what is
         # skipped must not be forgotten before the first batch is drawn.
         first, self._skipped = self._skipped, 0
-        for batch in self.order().split(self.batch_size)[first:]:
+        for batch in self._batches(first):
             share = -(-len(batch) // self.world_size)
             positions = torch.arange(share) * self.world_size + self.rank
             yield [(self.epoch, index) for index in batch[positions % len(batch)].tolist()]
@@ -103,7 +175,7 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
     def seen(self) -> Tensor:
         """How often this rank has each sample in the batches to skip next: [length], int32."""
         counts = torch.zeros(self.length, dtype=torch.int32)
-        for batch in self.order().split(self.batch_size)[: self._skipped]:
+        for batch in self._batches(0, self._skipped):
             counts[batch[self.rank :: self.world_size]] += 1
         return counts
 

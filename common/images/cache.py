@@ -79,7 +79,12 @@ class PixelCache:
 
 
 def pixel_cache(
-    directory: Path, root: Path, names: Sequence[str], decode: Decode, threads: int
+    directory: Path,
+    root: Path,
+    names: Sequence[str],
+    decode: Decode,
+    threads: int,
+    announce: Callable[[int], object] = int,
 ) -> tuple[PixelCache, int]:
     """Open the cache of some image files; all processes that ask at the same time decode the rest.
 
@@ -93,6 +98,7 @@ def pixel_cache(
         decode: gives the pixels of an image by its number, [H, W, 3], or None to leave out one that
             is broken.
         threads: how many to decode with.
+        announce: is told how many images are missing, before the first of them is decoded.
 
     Returns:
         The cache, and how many images this process decoded.
@@ -101,11 +107,14 @@ def pixel_cache(
         UserError: an image is broken, or the disk is full.
     """
     folder = directory / _digest(root, names)
-    missing, decoded = list(range(-(-len(names) // CHUNK))), 0
+    missing, decoded, asked = list(range(-(-len(names) // CHUNK))), 0, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(threads) as pool:
             while missing := [n for n in missing if _open(folder / _name(n)) is None]:
+                if not asked:
+                    announce(min(len(names), len(missing) * CHUNK))
+                asked = True
                 # Each process begins elsewhere, so that two rarely meet at the same chunk.
                 begin = os.getpid() % len(missing)
                 jobs = [
@@ -200,9 +209,9 @@ def _name(chunk: int) -> str:
 
 
 def _digest(root: Path, names: Sequence[str]) -> str:
-    digest = hashlib.sha256(MAGIC)
+    digest, base = hashlib.sha256(MAGIC), str(root)
     for name in names:
-        status = (root / name).stat()
+        status = os.stat(os.path.join(base, name))  # noqa: PTH116, PTH118 - twice as fast as Path
         entry = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
         digest.update(entry.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]

@@ -3,14 +3,20 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from common.images.names import Names
 from common.launch.errors import UserError
 
 ALIKE = {"val": ("valid", "validation", "test", "dev"), "train": ("training",)}
+
+
+Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -20,22 +26,31 @@ class Found:
     Attributes:
         classes: the names in the order of their numbers.
         files: paths relative to the root.
-        labels: numbers of the classes, one per file.
-        passed: how many files of which ending are not read.
-        empty: folders without a file, which are not classes.
+        labels: numbers of the classes, [N].
+        digest: of files and labels.
+        unused: what lies there and is not used, in words; nothing if all is.
+        folders: those that were listed, relative to the root, each with what `stamp` said before.
     """
 
     classes: list[str]
-    files: list[bytes] = field(default_factory=list)
-    labels: list[int] = field(default_factory=list)
-    passed: Counter[str] = field(default_factory=Counter)
-    empty: list[str] = field(default_factory=list)
+    files: Names
+    labels: NDArray[np.int64]
+    digest: str
+    unused: str
+    folders: dict[str, Stamp]
 
-    def __str__(self) -> str:
-        """What is not used, in words; nothing if all is."""
-        empty = [f"no file in {', '.join(self.empty)}: not counted as classes"] * bool(self.empty)
-        passed = [f"{counted(self.passed)} passed over"] * bool(self.passed)
-        return ", ".join(passed + empty)
+
+def stamp(folder: Path) -> Stamp:
+    """What differs after a file or folder in a folder was added, removed or renamed.
+
+    Its number, and the times of its last change in ns; the second of them nobody can set. Zeros if
+    nobody may know.
+    """
+    try:
+        status = folder.stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 def find_images(root: Path, classes: Sequence[str] = ()) -> Found:
@@ -49,32 +64,54 @@ def find_images(root: Path, classes: Sequence[str] = ()) -> Found:
         UserError: there is no such folder, or it holds no class, another class, or a class without
             an image.
     """
+    stamps = {".": stamp(root)}
+    text, counts, passed, barren = bytearray(), dict[str, int](), Counter[str](), list[str]()
     folders = _folders(root)
-    listed = {name: _visible(root, name) for name in folders}
-    here = [name for name in folders if listed[name]]
-    found = Found(list(classes) or here, empty=[name for name in folders if not listed[name]])
-    if unknown := sorted(set(here) - set(found.classes)):
+    for name in folders:
+        images, others = list[str](), list[str]()
+        for file in _visible(root, name, stamps):
+            (images if file.lower().endswith(IMG_EXTENSIONS) else others).append(file)
+        of_class = Counter(Path(file).suffix.lower() for file in others)
+        if images:
+            text += os.fsencode("\0".join(images)) + b"\0"
+        elif others:
+            barren.append(
+                f"{readable(root / name)} holds no image that can be read ({counted(of_class)})"
+            )
+        if images or others:
+            counts[name] = len(images)
+        passed.update(of_class)
+    known = list(classes) or list(counts)
+    if unknown := sorted(set(counts) - set(known)):
         raise UserError(
             f"{readable(root / unknown[0])}: the training set has no such class, "
-            f"it has {', '.join(map(readable, found.classes[:5]))} ..."
+            f"it has {', '.join(map(readable, known[:5]))} ..."
         )
-    for name in here:
-        images = [file for file in listed[name] if file.lower().endswith(IMG_EXTENSIONS)]
-        passed = Counter(Path(file).suffix.lower() for file in set(listed[name]) - set(images))
-        if not images:
-            raise UserError(
-                f"{readable(root / name)} holds no image that can be read ({counted(passed)}): "
-                f"convert them to one of {', '.join(IMG_EXTENSIONS)}, or remove the folder"
-            )
-        found.passed.update(passed)
-        found.files.extend(map(os.fsencode, images))
-        found.labels.extend([found.classes.index(name)] * len(images))
-    if not found.files:
+    if barren:
+        raise UserError(
+            f"{barren[0]}: convert them to one of {', '.join(IMG_EXTENSIONS)}, or remove the folder"
+        )
+    if not text:
         raise UserError(
             f"{readable(root)} holds no image in its {len(folders)} folders "
             f"({', '.join(IMG_EXTENSIONS)})"
         )
-    return found
+    numbers = {name: number for number, name in enumerate(known)}
+    labels = np.repeat([numbers[name] for name in counts], list(counts.values()))
+    files, empty = Names.of(text), [name for name in folders if name not in counts]
+    return Found(known, files, labels, files.digest(labels), _unused(passed, empty), stamps)
+
+
+def _unused(passed: Counter[str], empty: list[str]) -> str:
+    """What is not used, in words.
+
+    Args:
+        passed: how many files of which ending are not read.
+        empty: folders without a file, which are not classes.
+    """
+    words = [f"{counted(passed)} passed over"] * bool(passed)
+    words += [f"no file in {', '.join(empty)}: not counted as classes"] * bool(empty)
+    return ", ".join(words)
 
 
 def images_below(folder: Path) -> list[str]:
@@ -119,14 +156,24 @@ def _folders(root: Path) -> list[str]:
     )
 
 
-def _visible(root: Path, name: str) -> list[str]:
-    """The files below a folder, relative to the root, but for what is hidden."""
-    found: list[str] = []
+def _visible(root: Path, name: str, stamps: dict[str, Stamp] | None = None) -> list[str]:
+    """The files below a folder, relative to the root, but for what is hidden.
+
+    Args:
+        root: the root.
+        name: of the folder in it.
+        stamps: gets those of the folder and of all below, each from before it is listed.
+    """
+    found: dict[str, list[str]] = {}
+    if stamps is not None:
+        stamps[name] = stamp(root / name)
     for folder, below, files in os.walk(root / name, followlinks=True):
         below[:] = [entry for entry in below if not entry.startswith(".")]
         inside = os.path.relpath(folder, root)
-        found += [f"{inside}/{file}" for file in files if not file.startswith(".")]
-    return sorted(found, key=lambda file: file.rsplit("/", 1))  # by folder, then by name
+        if stamps is not None:
+            stamps |= {f"{inside}/{entry}": stamp(Path(folder, entry)) for entry in below}
+        found[inside] = sorted(file for file in files if not file.startswith("."))
+    return [f"{inside}/{file}" for inside in sorted(found) for file in found[inside]]
 
 
 def counted(endings: Counter[str]) -> str:

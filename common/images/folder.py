@@ -4,8 +4,6 @@ Three things make it fast: of a JPEG only the cropped region is decoded, it is r
 straight to its final size, and pixels stay bytes until the batch is on the device (`loader`).
 """
 
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,8 @@ from common.data.samplers import indices_of
 from common.images.cache import PixelCache
 from common.images.crop import middle, random_crop, resize
 from common.images.decode import Box, BrokenImageError, Pixels, decode, dimensions
-from common.images.find import find_images, readable
+from common.images.find import readable
+from common.images.index import listed_images
 from common.launch.errors import UserError
 
 
@@ -50,6 +49,8 @@ class ImageFolder(Dataset[Batch]):
     Attributes:
         labels: numbers of the classes, [N], ascending.
         classes: their names.
+        files: the paths of all images, relative to the root.
+        digest: of the names and classes of all images.
         unused: what lies there and is not used, in words.
         cache: decoded pixels, if any.
 
@@ -61,6 +62,7 @@ class ImageFolder(Dataset[Batch]):
         skip_broken: replace a broken image by the next one of its class, instead of raising.
         cache: decoded pixels.
         classes: the names in the order of their numbers; by default those of the folders, sorted.
+        index: folders to keep the list of files in (`index_places`), so that it is made once.
 
     Raises:
         UserError: as `find_images`.
@@ -75,15 +77,13 @@ class ImageFolder(Dataset[Batch]):
         skip_broken: bool = False,
         cache: PixelCache | None = None,
         classes: Sequence[str] = (),
+        index: Sequence[Path] = (),
     ) -> None:
         self.root, self.size, self.training, self.seed = root, size, training, seed
         self.skip_broken, self.cache = skip_broken, cache
-        found = find_images(root, classes)
-        self.classes, self.unused = found.classes, str(found)
-        self.labels: NDArray[np.int64] = np.array(found.labels)
-        # An array: forked workers share its memory. The reference counts of a list of strings would
-        # be written to, and so copied page by page.
-        self._files = np.array(found.files)
+        found = listed_images(root, classes, index)
+        self.classes, self.unused, self.digest = found.classes, found.unused, found.digest
+        self.labels, self.files = found.labels, found.files
 
     def __len__(self) -> int:
         """Number of images."""
@@ -91,17 +91,12 @@ class ImageFolder(Dataset[Batch]):
 
     def file(self, index: int) -> Path:
         """The path of an image."""
-        return self.root / os.fsdecode(bytes(self._files[index]))
+        return self.root / self.files[index]
 
     @property
     def names(self) -> list[str]:
         """The paths of all images, relative to the root."""
-        return [os.fsdecode(bytes(name)) for name in self._files]
-
-    @property
-    def digest(self) -> str:
-        """Of the names and classes of all images."""
-        return hashlib.sha256(self._files.tobytes() + self.labels.tobytes()).hexdigest()[:16]
+        return list(self.files)
 
     def mistake(self, index: int, error: Exception) -> UserError:
         """What to tell the user about a broken image."""

@@ -1,5 +1,8 @@
 """Which images a run trains and evaluates on: a user's folder, drawn ones, or synthetic ones."""
 
+import contextlib
+import math
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,13 +10,15 @@ from typing import Any
 
 from common.images.args import ImageArgs
 from common.images.cache import PixelCache, pixel_cache
-from common.images.decode import DECODER, BrokenImageError, Pixels
+from common.images.decode import DECODER, BrokenImageError, Pixels, dimensions
 from common.images.find import readable
 from common.images.folder import ImageFolder
+from common.images.index import index_places
 from common.images.shapes import drawn_images
 from common.images.synthetic import SyntheticImages
 from common.launch.collectives import gather_objects, print0
 from common.launch.device import core_share
+from common.launch.errors import UserError
 
 Images = ImageFolder | SyntheticImages
 
@@ -106,7 +111,7 @@ def image_folders(
 ) -> ImageSets:
     """The images of `directory/train` and `directory/val`.
 
-    Ranks that call this at the same time fill the cache together.
+    Ranks that call this at the same time list large folders once, and fill the cache together.
 
     Args:
         directory: the folder.
@@ -119,8 +124,11 @@ def image_folders(
     Raises:
         UserError: a folder is missing or empty, or `val` has a class that `train` does not have.
     """
-    train = ImageFolder(directory / "train", size, augment, seed, skip_broken)
-    val = ImageFolder(directory / "val", size, False, 0, skip_broken, classes=train.classes)
+    index = index_places(cache)
+    train = ImageFolder(directory / "train", size, augment, seed, skip_broken, index=index)
+    val = ImageFolder(
+        directory / "val", size, False, 0, skip_broken, classes=train.classes, index=index
+    )
     for part in (train, val):
         if part.unused:
             print0(f"{readable(part.root)}: {part.unused}")
@@ -144,8 +152,22 @@ def _filled_cache(images: ImageFolder, directory: Path) -> PixelCache:
                 return None
             raise images.mistake(index, error) from None
 
+    def announce(missing: int) -> None:
+        needed, free = missing * _mean_bytes(images), shutil.disk_usage(directory).free
+        print0(
+            f"cache {readable(directory)}: {missing} of {len(images)} images to decode, about "
+            f"{needed / 1e9:.3g} GB; {free / 1e9:.3g} GB are free"
+        )
+        if 0.9 * needed > free:  # the mean is that of a sample
+            raise UserError(
+                f"--cache {readable(directory)}: about {needed / 1e9:.3g} GB are needed, "
+                f"{free / 1e9:.3g} GB are free: choose another folder, or leave out --cache"
+            )
+
     started = time.monotonic()
-    cache, decoded = pixel_cache(directory, images.root, images.names, pixels, core_share())
+    cache, decoded = pixel_cache(
+        directory, images.root, images.files, pixels, core_share(), announce
+    )
     seconds, by_rank = time.monotonic() - started, gather_objects(decoded)
     done = f"{sum(by_rank)} decoded in {seconds:.1f} s by {len(by_rank)} rank(s)"
     there = len(images) - sum(by_rank)
@@ -153,3 +175,12 @@ def _filled_cache(images: ImageFolder, directory: Path) -> PixelCache:
     done = done if sum(by_rank) else "all there already"
     print0(f"cache {readable(cache.folder)}: {len(images)} images, {done}")
     return cache
+
+
+def _mean_bytes(images: ImageFolder) -> float:
+    """Of decoded images, from the heads of 256 of them."""
+    sizes = []
+    for index in range(0, len(images), -(-len(images) // 256)):
+        with contextlib.suppress(BrokenImageError, OSError):  # it is named when it is decoded
+            sizes.append(3 * math.prod(dimensions(images.file(index).read_bytes())))
+    return sum(sizes) / max(1, len(sizes))

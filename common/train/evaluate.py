@@ -1,5 +1,6 @@
 """Evaluation of a whole set by all ranks: exact, in dataset order, equal for any world size."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from common.launch.errors import UserError
 from common.train.ddp import bare
 
 MANY = 100  # classes, above which AUC is left out: it needs all scores of all samples on one rank
+PIECE = 1 << 25  # bytes that all ranks together send at once
 
 
 class Loader(Protocol):
@@ -46,26 +48,40 @@ class Evaluation:
     predictions: Tensor
 
 
-def ordered_predictions(local_rows: Tensor, total: int) -> Tensor:
+def ordered_predictions(local_rows: Tensor, total: int, everywhere: bool = True) -> Tensor:
     """Put the rows that the ranks computed for their shards back into dataset order.
 
     Rank r holds rows r, r + W, r + 2W, ... of the dataset. Collectives need equal sizes, so the
-    shards are padded to the longest, and the padding, which then lies at the end, is cut off.
-    Every rank calls this.
+    shards are padded to the longest, and the padding, which then lies at the end, is cut off. They
+    come in pieces, so that no rank holds much more than the result. Every rank calls this.
 
     Args:
         local_rows: this rank's rows, [ceil or floor of total / W, ...], on the CPU.
         total: rows of the dataset.
+        everywhere: whether all ranks need the rows, or rank 0 alone.
 
     Returns:
-        All rows, [total, ...], on every rank.
+        All rows, [total, ...]; with `everywhere=False` [0, ...] on the other ranks.
     """
-    world_size = dist.get_world_size()
-    padded = local_rows.new_zeros(-(-total // world_size), *local_rows.shape[1:])
-    padded[: len(local_rows)] = local_rows
-    shards = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(shards, padded)
-    return torch.stack(shards, dim=1).flatten(0, 1)[:total]  # row k of rank r is row k * W + r
+    world_size, width = dist.get_world_size(), local_rows.shape[1:]
+    longest = -(-total // world_size)
+    gets = everywhere or dist.get_rank() == 0
+    # row k of rank r is row k * W + r
+    ordered = local_rows.new_empty(longest if gets else 0, world_size, *width)
+    row_bytes = max(1, local_rows.element_size() * math.prod(width))
+    rows = max(1, PIECE // (world_size * row_bytes))
+    for start in range(0, longest, rows):
+        piece = local_rows.new_zeros(min(rows, longest - start), *width)
+        own = local_rows[start : start + rows]
+        piece[: len(own)] = own
+        pieces = [torch.empty_like(piece) for _ in range(world_size)] if gets else []
+        if everywhere:
+            dist.all_gather(pieces, piece)
+        else:
+            dist.gather(piece, pieces or None)
+        if gets:
+            torch.stack(pieces, dim=1, out=ordered[start : start + rows])
+    return ordered.flatten(0, 1)[:total]
 
 
 @torch.inference_mode()
@@ -108,13 +124,15 @@ def evaluate(
         row = torch.cat([targets.unsqueeze(1), loss.unsqueeze(1), top, scores], dim=1)
         rows.append(row.cpu())
     model.train()
-    table = ordered_predictions(torch.cat(rows), len(loader.dataset))
-    targets, losses, top, scores = table.split([1, 1, best, scored], dim=1)
+    own, total = torch.cat(rows).split([2 + best, scored], dim=1), len(loader.dataset)
+    targets, losses, top = ordered_predictions(own[0], total).split([1, 1, best], dim=1)
+    # all ranks need to know the classes; only the one that computes the metrics needs the scores
+    scores = ordered_predictions(own[1], total, everywhere=False) if scored else own[1]
     if not losses.isfinite().all():
         raise UserError("training diverged: the model's outputs are not finite numbers; lower --lr")
     targets, top = targets.squeeze(1).long(), top.long()
     metrics = broadcast_object(lambda: classification_metrics(top, targets, classes, scores))
-    return Evaluation(metrics, losses.double().mean().item(), targets, top[:, 0])
+    return Evaluation(metrics, losses.double().mean().item(), targets, top[:, 0].clone())
 
 
 def classification_metrics(

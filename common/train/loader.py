@@ -21,6 +21,8 @@ from common.launch.device import core_share
 from common.launch.errors import UserError
 from common.launch.place import current
 from common.train.seed import random_state, restore_random_state, seed_loader_worker
+from common.train.seen import Counts, Seen, seen
+from common.train.state import TrainState
 
 Item = TypeVar("Item")
 
@@ -52,8 +54,8 @@ def local_batch(batch_size: int, parts: int | None = None, what: str | None = No
 
 
 def rest_of_epoch(
-    loader: Any, position: tuple[int, int, int], batch_size: int, shard: tuple[int, int]
-) -> tuple[Iterator[Any], Tensor]:
+    loader: Any, seed: int, state: TrainState, batch_size: int, shard: tuple[int, int]
+) -> tuple[Iterator[Any], Seen]:
     """The batches that are left of an epoch, and what was trained on before them.
 
     Batches that the resumed run has trained on are skipped: by the sampler if it can (`skip`),
@@ -61,35 +63,38 @@ def rest_of_epoch(
 
     Args:
         loader: whose batches end with the samples' indices.
-        position: seed, epoch, and batches that are done.
+        seed: of the run.
+        state: the epoch, the batches that are done, and what the checkpoint knows of them.
         batch_size: samples in a global batch.
         shard: number of this rank's shard, and how many there are.
 
     Returns:
-        The batches, and how often this rank has trained on each sample in this epoch, [N], int32.
+        The batches, and the note of the samples that this rank has trained on in this epoch.
 
     Raises:
         UserError: batches do not end with the samples' indices.
     """
-    seed, epoch, done = position
-    samples = len(loader.dataset)
+    samples, done = len(loader.dataset), state.batch
+    before = state.seen if done else []
+    noted = seen(samples, before)
     if isinstance(loader, DataLoader):
-        _complete(loader, hash((seed, dist.get_rank(), epoch)))
+        _complete(loader, hash((seed, dist.get_rank(), state.epoch)))
     sampler = getattr(loader, "batch_sampler", None)
     if hasattr(sampler, "skip"):
         sampler.skip(done)
-        return _numbered(unwrapped(loader), samples, full=False), sampler.seen()
-    counts = torch.zeros(samples, dtype=torch.int32)
+        if isinstance(noted, Counts):
+            noted.counts = sampler.seen()
+        return _numbered(unwrapped(loader), samples, full=False), noted
     full = done == 0 and samples >= batch_size
     random, batches = random_state(), _numbered(unwrapped(loader), samples, full)
     for batch in range(done):
-        left = len(counts) - batch * batch_size
+        left = samples - batch * batch_size
         *_, indices = next(batches)
-        seen = indices[: local_samples(min(batch_size, left), *shard)]
-        counts.index_add_(0, seen, torch.ones(len(seen), dtype=torch.int32))
+        if not before:  # else the checkpoint's sums hold them
+            noted.add(indices[: local_samples(min(batch_size, left), *shard)])
     if done:
         restore_random_state(random)
-    return batches, counts
+    return batches, noted
 
 
 def _numbered(batches: Iterator[Any], samples: int, full: bool) -> Iterator[Any]:

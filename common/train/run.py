@@ -20,7 +20,7 @@ from common.launch.who import watcher
 from common.launch.who.calls import progress
 from common.train.amp import MixedPrecision
 from common.train.checkpoint import Checkpoints, Stateful
-from common.train.checks import check_replicas, check_seen_once
+from common.train.checks import check_replicas
 from common.train.ddp import bare, check_gradients
 from common.train.evaluate import Evaluation
 from common.train.files import check_writable
@@ -148,8 +148,8 @@ class Run:
             CheckError: samples were lost, or trained on twice.
         """
         state, samples, total = self.state, len(loader.dataset), len(loader)
-        batches, sample_counts = rest_of_epoch(
-            loader, (self.args.seed, state.epoch, state.batch), self.batch_size, self.shard
+        batches, self._seen = rest_of_epoch(
+            loader, self.args.seed, state, self.batch_size, self.shard
         )
         self.meters.begin(self.label, total, self.num_epochs, state.step)
         batches = self.profile.input(batches, state)
@@ -157,12 +157,11 @@ class Run:
             left = samples - state.batch * self.batch_size
             self._batch_samples = min(self.batch_size, left)
             yield batch
-            seen = indices[: self.batch_share()[1]]
-            sample_counts.index_add_(0, seen, torch.ones(len(seen), dtype=torch.int32))
+            self._seen.add(indices[: self.batch_share()[1]])
             self._end_step(total)
         self.meters.gather_losses(state.step)
         if state.batch == total:
-            check_seen_once(sample_counts * self.options.counts)
+            self._seen.check(self.options.counts)
 
     def batch_share(self) -> tuple[int, int]:
         """Samples in the current global batch, and in this rank's share: the rest is padding."""
@@ -196,6 +195,7 @@ class Run:
     def _save(self) -> None:
         self.meters.gather_losses(self.state.step)
         self.state.losses = self.meters.of_epoch
+        self.state.seen = self._seen.so_far(self.options.counts) if self.state.batch else []
         self._before_save()
         self._checkpoints.save(asdict(self.state))
 

@@ -15,6 +15,7 @@ class TrainState:
     batch: int = 0  # in this epoch: global batches that are done
     step: int = 0  # in all epochs
     losses: tuple[float, int] = (0.0, 0)  # of this epoch's steps: sum and count
+    seen: list[int] = field(default_factory=list)  # of its samples: sums, if there are very many
     best: dict[str, float] = field(default_factory=dict)  # the best value of the metric chosen
     metrics: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)  # of the program

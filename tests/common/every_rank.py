@@ -45,6 +45,7 @@ from common.train.log import Log
 from common.train.meters import Meters
 from common.train.profile import WARM_UP, Profile, meet
 from common.train.run import Run
+from common.train.seen import Sums
 from common.train.stop import Stop
 from common.train.summary import record_evaluation, show_epoch, show_evaluation, write_result
 from common.train.weights import init_model, load_model
@@ -139,6 +140,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "assert_same_on_all_ranks": lambda _: lambda: collectives.assert_same_on_all_ranks(1, "a number"),
     "broadcast_buffers": lambda here: lambda: collectives.broadcast_buffers(here.model),
     "broadcast_object": lambda _: lambda: collectives.broadcast_object(int),
+    "check": lambda _: lambda: Sums(0).check(True),
     "check_replicas": lambda here: lambda: check_replicas(here.model),
     "check_seen_once": seen_once,
     "clocks": lambda here: lambda: list(job.clocks(here.doctor)),
@@ -172,6 +174,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "save": lambda here: lambda: here.checkpoints.save({"step": 1}),
     "show_epoch": lambda here: lambda: show_epoch(here.resumed(), {"accuracy": 1.0}, "accuracy", False),
     "show_evaluation": lambda here: lambda: show_evaluation(here.run, "epoch 1", {"accuracy": 1.0}),
+    "so_far": lambda _: lambda: Sums(0).so_far(True),
     "steps": steps,
     "nothing": lambda _: int,  # does not communicate: what the test must see of such a function
     "warm_up_buckets": ddp,

@@ -38,6 +38,7 @@ from common.train.checks import CheckError, check_replicas, check_seen_once, par
 from common.train.ddp import warm_up_buckets
 from common.train.evaluate import ordered_predictions
 from common.train.run import Run
+from common.train.seen import Sums
 from common.train.stop import Stop
 from examples.mnist_ddp_spawn.args import Args as MnistArgs
 
@@ -251,6 +252,41 @@ def checks(args: Args) -> None:
             raise AssertionError("a false run was accepted")
 
 
+def sums(args: Args) -> None:
+    """The proof by sums, of true epochs and of false ones; rank 1 makes the mistakes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.arange(1000)[rank::size]
+
+    def proof(what: str, *parts: torch.Tensor, before: list[int] | None = None) -> None:
+        noted = Sums(1000, before or [])
+        for part in parts:
+            noted.add(part)
+        try:
+            noted.check(True)
+        except CheckError as error:
+            put(f"{what}: {error}")
+        else:
+            put(f"{what}: fine")
+
+    wrong = {
+        "none": mine,
+        "lost": mine[1:],
+        "doubled": torch.cat([mine, mine[:1]]),
+        "swapped": torch.cat([mine[1:], mine[1:2]]),
+        "several": mine[3:],
+        "foreign": torch.cat([mine[1:], torch.tensor([5000])]),
+    }
+    for what, samples in wrong.items():
+        proof(what, *(samples if rank == 1 else mine).split(64))
+    half = Sums(1000)
+    half.add(mine[:100])
+    half = Sums(1000, half.so_far(True))  # resumed, and stopped again
+    half.add(mine[100:200])
+    before = half.so_far(rank < size)
+    proof("resumed", mine[200:], before=before)
+    proof("resumed, one lost", mine[200:][mine[200:] != 999], before=before)
+
+
 class Net(nn.Module):
     """A net whose gradients become ready in another order than its parameters are registered in, with buffers."""
 
@@ -372,6 +408,7 @@ JOBS = {
     "waits": waits,
     "stops": stops,
     "checks": checks,
+    "sums": sums,
     "resumes": resumes,
     "losses_of_an_epoch": losses_of_an_epoch,
     "sockets": sockets,
