@@ -94,10 +94,11 @@ def measured(work: Callable[[], Any]) -> tuple[Any, Record]:
     before, own = kib("/proc/self/status", "VmRSS"), kib("/proc/self/status", "RssAnon")
     began = time.perf_counter()
     found = work()
-    seconds = time.perf_counter() - began
+    seconds, ready = time.perf_counter() - began, time.monotonic()
     peak = kib("/proc/self/status", "VmHWM") - before
     kept = max(0.0, kib("/proc/self/status", "RssAnon") - own)
-    return found, {"seconds": seconds, "mb": peak * 1024 / 1e6, "kept_mb": kept * 1024 / 1e6}
+    sizes = {"mb": peak * 1024 / 1e6, "kept_mb": kept * 1024 / 1e6}
+    return found, {"seconds": seconds, **sizes, "ready": ready}
 
 
 def prepare(barrier: Any) -> None:
@@ -107,19 +108,18 @@ def prepare(barrier: Any) -> None:
 
 
 def at_once(work: Callable[[], Any]) -> Any:
-    """Do the work when all processes of the pool have come, and note when it was done."""
+    """Do the work when all processes of the pool have come, and note when that was."""
     COMING[0].wait()
-    began = time.monotonic()
-    return began, work(), time.monotonic()
+    return time.monotonic(), work()
 
 
 def alone(work: Callable[..., Any], *words: Any, processes: int = 1) -> tuple[list[Any], float]:
-    """Do the work in new processes at the same time: what each returns, and the seconds of all."""
+    """Do the work in new processes at the same time: what each returns, and when all began."""
     barrier = CONTEXT.Barrier(processes)
     with ProcessPoolExecutor(processes, CONTEXT, prepare, (barrier,)) as pool:
         jobs = [pool.submit(at_once, partial(work, *words)) for _ in range(processes)]
-        began, found, ended = zip(*(job.result() for job in jobs), strict=True)
-    return list(found), max(ended) - min(began)
+        began, found = zip(*(job.result() for job in jobs), strict=True)
+    return list(found), min(began)
 
 
 def sources(data: Path | None, folder: Path) -> list[Path]:
@@ -190,14 +190,17 @@ def folders(args: Args, home: Path) -> dict[str, Any]:
     def start(way: str, processes: int) -> Record:
         if way != SECOND:
             shutil.rmtree(place, ignore_errors=True)
-        elif not place.exists():
+        elif not list(place.glob("*.images")):
             alone(start_up, FIRST, root, place)
-        each, seconds = alone(start_up, way, root, place, processes=processes)
-        return {name: max(one[name] for one in each) for name in each[0]} | {"seconds": seconds}
+        each, began = alone(start_up, way, root, place, processes=processes)
+        most = {name: max(one[name] for one in each) for name in each[0]}
+        most["seconds"] = most.pop("ready") - began
+        return most
 
     for number in sorted(args.images):
         grow(root, images, there, number)
         there = number
+        shutil.rmtree(place, ignore_errors=True)
         os.sync()  # or the next measurement would meet the writing
         time.sleep(3)  # an index of a folder that has just changed would not be kept
         ways = (FIRST, SECOND, THEIRS) if number >= FEW else (FIRST, THEIRS)
@@ -239,6 +242,8 @@ def first_batch(samples: int, listed: bool) -> Record:
             return torch.randperm(samples, generator=generator)
         return Permutation(samples, generator)
 
+    next(iter(GlobalBatchSampler(BLOCK, BATCH, 0, 0, 1)))  # what torch loads in its first call
+    Permutation(BLOCK, generator)[torch.arange(BLOCK)]
     sampler.order = order
     sampler.skip(samples // BATCH // 2)
     batches = iter(sampler)
@@ -247,23 +252,32 @@ def first_batch(samples: int, listed: bool) -> Record:
     for batch, _ in zip(batches, range(200), strict=False):
         drawn += len(batch)
     found["ns_per_sample"] = (time.perf_counter() - began) / drawn * 1e9
-    return found
+    return {name: found[name] for name in ("seconds", "mb", "ns_per_sample")}
 
 
 def proof(samples: int, listed: bool) -> Record:
     """Note all samples, the first million in batches of a rank; then the check."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    noted = Counts(samples) if listed else Sums(samples)
-    batches = torch.arange(min(samples, 1 << 20)).split(WORKER)
-    _, found = measured(lambda: [noted.add(batch) for batch in batches])
-    for start in range(1 << 20, samples, BLOCK):  # not in batches: it would take minutes
-        noted.add(torch.arange(start, min(samples, start + BLOCK)))
-    _, check = measured(lambda: noted.check(True))
-    return {
-        "check_seconds": check["seconds"],
-        "mb": found["mb"] + check["mb"],
-        "us_per_batch": found["seconds"] / len(batches) * 1e6,
-    }
+    for first in (Counts(BLOCK), Sums(BLOCK)):  # what torch and NumPy load in their first calls
+        first.add(torch.arange(BLOCK))
+        first.check(True)
+    times = [0.0]
+
+    def epoch() -> None:
+        noted = Counts(samples) if listed else Sums(samples)
+        batches = torch.arange(min(samples, 1 << 20)).split(WORKER)
+        times.append(time.perf_counter())
+        for batch in batches:
+            noted.add(batch)
+        times.append((time.perf_counter() - times[1]) / len(batches))
+        for start in range(1 << 20, samples, BLOCK):  # not in batches: it would take minutes
+            noted.add(torch.arange(start, min(samples, start + BLOCK)))
+        times.append(time.perf_counter())
+        noted.check(True)
+        times.append(time.perf_counter() - times[3])
+
+    _, found = measured(epoch)
+    return {"check_seconds": times[4], "mb": found["mb"], "us_per_batch": times[2] * 1e6}
 
 
 def sequences(args: Args, work: Callable[[int, bool], Record], ways: Sequence[str]) -> Any:
@@ -285,7 +299,9 @@ def gather(ranks: int, rank: int, total: int, columns: int, everywhere: bool) ->
     """What one rank needs to put the predictions of all in order."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     mine = torch.zeros(len(range(rank, total, ranks)), columns)
-    return measured(lambda: ordered_predictions(mine, total, everywhere))[1]
+    ordered_predictions(mine[:1], ranks, everywhere)  # what torch loads in its first call
+    found = measured(lambda: ordered_predictions(mine, total, everywhere))[1]
+    return {name: found[name] for name in ("seconds", "mb")}
 
 
 def gatherings(args: Args) -> dict[str, Any]:
@@ -308,7 +324,7 @@ def gatherings(args: Args) -> dict[str, Any]:
 def main(args: Args) -> None:
     """Measure all parts, and write the result."""
     result: dict[str, Any] = facts("torch", "torchvision") | {"rounds": args.rounds}
-    CONTEXT.set_forkserver_preload(["benchmarks.million"])
+    CONTEXT.set_forkserver_preload(["benchmarks.harness", "common.images.folder", "torchvision"])
     with tempfile.TemporaryDirectory() as home:
         result["folder"] = folders(args, Path(home))
     result["order"] = sequences(args, first_batch, ("torch.randperm", "computed"))

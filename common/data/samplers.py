@@ -43,7 +43,7 @@ class Shard(Sampler[int]):
 
 
 class Permutation:
-    """A random order of 0 to length - 1 in no memory: any slice of it is computed.
+    """A random order of 0 to length - 1 in no memory: any part of it is computed.
 
     A Feistel network on numbers that are written with two digits, of as many values each as make up
     little more than `length`: in turns a hash of one digit is added to the other. What falls
@@ -65,10 +65,9 @@ class Permutation:
         """Number of samples."""
         return self.length
 
-    def __getitem__(self, part: slice) -> Tensor:
-        """The samples at some of the positions, int64."""
-        first, end, _ = part.indices(self.length)
-        found = self._shuffled(torch.arange(first, max(first, end)))
+    def __getitem__(self, positions: Tensor) -> Tensor:
+        """The samples at some positions, [N], int64."""
+        found = self._shuffled(positions)
         while (outside := (found >= self.length).nonzero().squeeze(1)).numel():
             found[outside] = self._shuffled(found[outside])
         return found
@@ -139,29 +138,36 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
         return -(-self.length // self.batch_size)
 
     def order(self) -> Tensor | Permutation:
-        """The permutation of the epoch, to be sliced; [length], the same on all ranks."""
+        """The permutation of the epoch, [length], the same on all ranks."""
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
         if self.length >= LARGE:
             return Permutation(self.length, generator)
         return torch.randperm(self.length, generator=generator)
 
-    def _batches(self, first: int, end: int | None = None) -> Iterator[Tensor]:
-        """Global batches of the epoch's order, from one to before another."""
+    def _own(self, first: int, end: int) -> Iterator[Tensor]:
+        """This rank's part, with the padding, of each global batch from one to before another."""
         order, size = self.order(), self.batch_size
-        last = self.length if end is None else min(self.length, end * size)
-        block = size * max(1, BLOCK // size)
-        for start in range(first * size, last, block):
-            yield from order[start : min(last, start + block)].split(size)
+        whole = min(end, self.length // size)
+        own = self._positions(size)
+        block = max(1, BLOCK // len(own))
+        for start in range(first, whole, block):
+            starts = torch.arange(start, min(whole, start + block)) * size
+            yield from order[(starts.unsqueeze(1) + own).flatten()].split(len(own))
+        if first <= whole < end:
+            yield order[whole * size + self._positions(self.length - whole * size)]
+
+    def _positions(self, samples: int) -> Tensor:
+        """This rank's positions in a global batch of so many samples."""
+        share = -(-samples // self.world_size)
+        return (torch.arange(share) * self.world_size + self.rank) % samples
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         """Pairs (epoch, index): the epoch reaches loader workers, which outlive epochs, with it."""
         # A generator: a DataLoader with workers makes two iterators and uses the second, so what is
         # skipped must not be forgotten before the first batch is drawn.
         first, self._skipped = self._skipped, 0
-        for batch in self._batches(first):
-            share = -(-len(batch) // self.world_size)
-            positions = torch.arange(share) * self.world_size + self.rank
-            yield [(self.epoch, index) for index in batch[positions % len(batch)].tolist()]
+        for samples in self._own(first, len(self)):
+            yield [(self.epoch, index) for index in samples.tolist()]
 
     def smallest(self, most: int) -> int:
         """The fewest samples that a rank passes to the model at once, of all batches of an epoch.
@@ -175,8 +181,9 @@ class GlobalBatchSampler(Sampler[list[tuple[int, int]]]):
     def seen(self) -> Tensor:
         """How often this rank has each sample in the batches to skip next: [length], int32."""
         counts = torch.zeros(self.length, dtype=torch.int32)
-        for batch in self._batches(0, self._skipped):
-            counts[batch[self.rank :: self.world_size]] += 1
+        for number, samples in enumerate(self._own(0, self._skipped)):
+            left = min(self.batch_size, self.length - number * self.batch_size)
+            counts[samples[: len(range(self.rank, left, self.world_size))]] += 1
         return counts
 
 

@@ -1,8 +1,8 @@
 """The list of a folder's images, kept in a file: made once, mapped by all ranks and their workers.
 
 One process lists the folder while the others of the node wait for it; all then read the same pages
-of the file, and so do later runs. The file counts only as long as no folder in it has changed: each
-is asked for its number and times (`stamp`), in milliseconds, where listing takes seconds.
+of the file, and so do later runs. The file counts only as long as no folder in it has changed: to
+read the number and the times of each (`stamp`) takes milliseconds, where listing takes seconds.
 """
 
 import contextlib
@@ -65,11 +65,10 @@ def listed_images(root: Path, classes: Sequence[str] = (), places: Sequence[Path
             try:
                 place.mkdir(0o700 if place == _temporary() else 0o777, True, True)
                 lock = place / f".{name}.lock"
-                file = held.enter_context(lock.open("wb"))
-            except OSError:
+                waited = _lock(held.enter_context(lock.open("wb")))
+            except OSError:  # or the file system knows no locks
                 continue
             held.callback(lock.unlink, missing_ok=True)
-            waited = _lock(file)
             found = _read(place / name, root)
             if waited and not found:  # it is not worth one: nobody waits for this process, too
                 break

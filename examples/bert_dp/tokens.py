@@ -192,7 +192,7 @@ class LengthSampler(GlobalBatchSampler):
 
     def order(self) -> Tensor:
         """The order of the epoch, [N], the same on all ranks."""
-        order, size = super().order()[:], self.batch_size
+        order, size = super().order()[torch.arange(self.length)], self.batch_size
         whole = len(order) // size  # batches that are full
         if whole == 0:
             return order
