@@ -15,9 +15,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.data.samplers import BLOCK, LARGE
 from common.train.checks import CheckError, check_seen_once
 
+LARGE = 1 << 24  # samples; from here on sums, as the order is computed (common/data/samplers.py)
+BLOCK = 1 << 16  # numbers that are hashed at once
 Words = NDArray[np.uint64]
 KEYS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)  # of the two hashes
 WAITING = 1 << 12  # samples that are summed at once: those of one small batch would cost 50 µs

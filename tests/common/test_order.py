@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.data import samplers
 from common.data.samplers import BLOCK, GlobalBatchSampler, Permutation
+from common.train import seen
 from tests.conftest import Programs
 from tests.runs import result, tiny_imagenet
 
@@ -184,7 +185,7 @@ def test_a_trillion_samples_begin_anywhere_at_once() -> None:
 
 
 def test_small_sets_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert samplers.LARGE == 2**24
+    assert samplers.LARGE == seen.LARGE == 2**24
     monkeypatch.setattr(samplers, "LARGE", 1000)
     sampler = GlobalBatchSampler(samplers.LARGE - 1, 24, 3, 0, 1)
     assert isinstance(sampler.order(), Tensor)
@@ -213,13 +214,14 @@ def test_the_sums_tell_what_the_counts_tell(programs: Programs, ranks: int) -> N
     assert sorted(done.stdout.splitlines()) == sorted(said)
 
 
-LARGE = ("common/data/samplers.py", "LARGE = 1 << 24", "LARGE = 100")  # what is made up is a large set
+# What is made up is a large set.
+LARGE = tuple((f"common/{file}.py", "LARGE = 1 << 24", "LARGE = 100") for file in ("data/samplers", "train/seen"))
 TRAIN = ("-m", "examples.imagenet_ddp", "--dummy", "--dummy-images", 250, "--image-size", 16, "-b", 24, "--epochs", 2)
 
 
 def test_a_large_set_trains_and_resumes(programs: Programs, tmp_path: Path) -> None:
     """Stopped in the middle of an epoch and resumed, also by fewer ranks, and the proof holds."""
-    code = tiny_imagenet(tmp_path / "code", LARGE)
+    code = tiny_imagenet(tmp_path / "code", *LARGE)
 
     def train(out: str, *more: object, ranks: int = 2, cwd: Path = code) -> str:
         programs.run(*TRAIN, "--nproc", ranks, "--out", tmp_path / out, *more, cwd=cwd)
@@ -236,6 +238,6 @@ def test_a_large_set_trains_and_resumes(programs: Programs, tmp_path: Path) -> N
 
 def test_a_doubled_sample_of_a_large_set_ends_the_run(programs: Programs, tmp_path: Path) -> None:
     change = ("common/data/samplers.py", "+ self.rank) % samples", "+ self.rank) % samples * 0")
-    code = tiny_imagenet(tmp_path / "code", LARGE, change)
+    code = tiny_imagenet(tmp_path / "code", *LARGE, change)
     done = programs.run(*TRAIN, "--nproc", 2, "--out", tmp_path / "out", cwd=code, code=1)
     assert "of 250 samples of the epoch, as many were lost as were trained on more than once" in done.stderr
