@@ -10,7 +10,7 @@ Each figure is of a process of its own, forked from one that has imported torch.
   start at once. The folder has just been made, so the kernel knows its entries;
 * the order of an epoch, beginning in its middle: a list by torch.randperm, and a permutation that
   is computed;
-* the proof that each sample was seen once: counts, and sums;
+* the check that each sample was seen once: counts, and sums;
 * the predictions for as many images as the largest folder has, put in order: one rank of many. The
   others are simulated, by torch's backend "fake", which sends nothing.
 
@@ -255,7 +255,7 @@ def first_batch(samples: int, listed: bool) -> Record:
     return {name: found[name] for name in ("seconds", "mb", "ns_per_sample")}
 
 
-def proof(samples: int, listed: bool) -> Record:
+def once_each(samples: int, listed: bool) -> Record:
     """Note all samples, the first million in batches of a rank; then the check."""
     dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
     for first in (Counts(BLOCK), Sums(BLOCK)):  # what torch and NumPy load in their first calls
@@ -328,7 +328,7 @@ def main(args: Args) -> None:
     with tempfile.TemporaryDirectory() as home:
         result["folder"] = folders(args, Path(home))
     result["order"] = sequences(args, first_batch, ("torch.randperm", "computed"))
-    result["proof"] = sequences(args, proof, ("counts", "sums"))
+    result["once_each"] = sequences(args, once_each, ("counts", "sums"))
     result["gathering"] = gatherings(args)
     save("million", result, args.out)
 

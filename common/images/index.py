@@ -66,7 +66,7 @@ def listed_images(root: Path, classes: Sequence[str] = (), places: Sequence[Path
                 place.mkdir(0o700 if place == _temporary() else 0o777, True, True)
                 lock = place / f".{name}.lock"
                 waited = _lock(held.enter_context(lock.open("wb")))
-            except OSError:  # or the file system knows no locks
+            except OSError:  # or the file system does not support locks
                 continue
             held.callback(lock.unlink, missing_ok=True)
             found = _read(place / name, root)

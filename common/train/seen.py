@@ -1,4 +1,4 @@
-"""The proof that the ranks together train on each sample of an epoch exactly once.
+"""The check that the ranks together train on each sample of an epoch exactly once.
 
 A rank notes what it has trained on, and at the end of the epoch the notes are added up. Up to 2**24
 samples a note is a count per sample; of more samples it is a few sums, of any number of samples
