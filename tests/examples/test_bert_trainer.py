@@ -129,7 +129,8 @@ def test_both_trainers_are_recorded(brief: dict[int, Path], robust: dict[int, Pa
         assert (out / "profile.png").exists()
     for step in result(robust[2])["profile"]["steps"]:
         for rank in step["ranks"]:
-            assert rank["computing"] > rank["data"] > 0
+            assert rank["computing"] > 0
+            assert rank["data"] > 0
 
 
 def test_the_trainer_keeps_the_contract(programs: Programs, robust: dict[int, Path], tmp_path: Path) -> None:
