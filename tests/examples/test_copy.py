@@ -106,8 +106,9 @@ COPIES = {
     "resnet_pipeline": Copy(
         (*EPOCH, "--balance", "even"),
         (
-            *("costs.py", "engine.py", "full_state.py", "grid.py", "model.py", "partition.py", "pipeline.py"),
-            *("schedule.py", "stages.py", "timeline.py"),
+            *("costs.py", "engine.py", "full_state.py", "grid.py", "messages.py", "model.py", "operations.py"),
+            *("partition.py", "pipeline.py", "schedule.py", "split_backward.py", "stages.py", "timeline.py"),
+            "v_schedule.py",
         ),
         (
             ("examples.resnet_pipeline.evaluate import", "common.train.evaluate import"),

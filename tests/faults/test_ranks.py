@@ -60,9 +60,9 @@ def test_a_rank_that_is_killed_is_named(
 HELD = [  # a checkpoint stays half-written for as long as a file is there
     (
         "common/train/files.py",
-        "        temporary.replace(path)\n",
+        "        temporary.replace(name)\n",
         "        while any((folder / 'hold').exists() for folder in path.parents): threading.Event().wait(0.01)\n"
-        "        temporary.replace(path)\n",
+        "        temporary.replace(name)\n",
     ),
     ("common/train/files.py", "import os\n", "import os\nimport threading\n"),
 ]
