@@ -36,7 +36,7 @@ INSTEAD["record"] = "torch.distributed.elastic.multiprocessing.errors"
 WHOLE = {  # files that need nothing but torch
     "common.data.models": "models",
     "common.data.samplers": "samplers",
-    "common.launch.messages": "messages",
+    "common.launch.messages": "device_messages",
     "common.train.replicas": "replicas",
 }
 
