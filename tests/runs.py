@@ -98,12 +98,12 @@ def tiny_imagenet(folder: Path, *changes: tuple[str, str, str]) -> Path:
     return mutated(folder, ("examples/imagenet_ddp/recipe.py", source, f"model = {TINY}"), *changes)
 
 
-# A change to all programs: a run that is to be stopped in the middle must not be at its end before the signal comes.
-SLOW = (
-    "common/train/run.py",
-    "            self._end_step(total)\n",
-    "            self._end_step(total)\n            __import__('time').sleep(0.25)\n",
-)
+def slow(seconds: float) -> tuple[str, str, str]:
+    """A change to all programs: each step takes longer, so that a run does not end before it is disturbed."""
+    step = "            self._end_step(total)\n"
+    return "common/train/run.py", step, f"{step}            __import__('time').sleep({seconds})\n"
+
+
 # A change to all programs: every rank notes which samples it trains on, beside the run's own check.
 RECORD = (
     "common/train/run.py",

@@ -192,6 +192,7 @@ class LengthSampler(GlobalBatchSampler):
 
     def order(self) -> Tensor:
         """The order of the epoch, [N], the same on all ranks."""
+        # The whole order in memory, also of very many reviews: it is sorted window by window.
         order, size = super().order()[torch.arange(self.length)], self.batch_size
         whole = len(order) // size  # batches that are full
         if whole == 0:

@@ -23,7 +23,7 @@ HARDENED = re.findall(r"(?<=docker run --rm ).*?(?= -v )", COMMANDS[0])[0].split
 
 
 def load(path: str) -> ModuleType:
-    """A script of the project that is no module of a package."""
+    """A script of the project that is not in a package."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     assert spec
     assert spec.loader

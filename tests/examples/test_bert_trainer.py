@@ -127,10 +127,9 @@ def test_both_trainers_are_recorded(brief: dict[int, Path], robust: dict[int, Pa
             assert [name for name in names if name.startswith("step ")] == ["step 3", "step 4"]
             assert names.count("waits for data") >= 2
         assert (out / "profile.png").exists()
-    for step in result(robust[2])["profile"]["steps"]:
-        for rank in step["ranks"]:
-            assert rank["computing"] > 0
-            assert rank["data"] > 0
+    ranks = [rank for step in result(robust[2])["profile"]["steps"] for rank in step["ranks"]]
+    assert min(rank["data"] for rank in ranks) > 0
+    assert sum(rank["computing"] for rank in ranks) > sum(rank["data"] for rank in ranks)
 
 
 def test_the_trainer_keeps_the_contract(programs: Programs, robust: dict[int, Path], tmp_path: Path) -> None:

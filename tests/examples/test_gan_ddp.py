@@ -82,14 +82,6 @@ def plain_loop(
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """193 samples: the last batch of each epoch has one, so that all ranks but the first have none."""
-    folder = tmp_path_factory.mktemp("small")
-    write_idx(folder, train=193, test=101, size=12, classes=10)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def reference(small: Path) -> Networks:
     return plain_loop(idx_folder(small))
 

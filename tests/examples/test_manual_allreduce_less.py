@@ -13,19 +13,10 @@ from examples.manual_allreduce_sgd import local
 from examples.manual_allreduce_sgd.per_rank import own_row
 from tests.conftest import Programs
 from tests.examples.manual_allreduce_less_jobs import LESS
-from tests.make_data import write_idx
 from tests.runs import NO_GPU, losses, result
 
 TRAIN = ("-m", "examples.manual_allreduce_sgd")
 JOBS = ("-m", "tests.examples.manual_allreduce_less_jobs")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """193 samples: the last batch of each epoch has one, so that all ranks but the first have none."""
-    folder = tmp_path_factory.mktemp("small")
-    write_idx(folder, train=193, test=101, size=12, classes=10)
-    return folder
 
 
 def test_nothing_is_lost_and_references_are_equalled(programs: Programs) -> None:

@@ -16,7 +16,6 @@ from common.train.evaluate import classification_metrics
 from tests.conftest import ROOT, Programs
 from tests.examples.manual_allreduce_checks import MUTATIONS
 from tests.examples.manual_allreduce_jobs import WAYS
-from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, losses, result
 
 EXAMPLE = "examples.manual_allreduce_sgd"
@@ -63,14 +62,6 @@ def plain_loop(data: ImageData) -> tuple[DigitNet, list[float]]:
             optimizer.step()
             found.append(loss.item())
     return model, found
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """193 samples: the last batch of each epoch has one, so that all ranks but the first have none."""
-    folder = tmp_path_factory.mktemp("small")
-    write_idx(folder, train=193, test=101, size=12, classes=10)
-    return folder
 
 
 @pytest.fixture(scope="module")

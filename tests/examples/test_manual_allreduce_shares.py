@@ -11,19 +11,10 @@ from examples.manual_allreduce_sgd.shares import proportional
 from tests.conftest import Programs
 from tests.examples.manual_allreduce_shares_jobs import UNEVEN, WAYS
 from tests.examples.test_manual_allreduce_sgd import parameters, plain_loop
-from tests.make_data import write_idx
 from tests.runs import NO_GPU, losses, result
 
 TRAIN = ("-m", "examples.manual_allreduce_sgd")
 JOBS = ("-m", "tests.examples.manual_allreduce_shares_jobs")
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """193 samples: the last batch of each epoch has one, so that all ranks but one have none."""
-    folder = tmp_path_factory.mktemp("small")
-    write_idx(folder, train=193, test=101, size=12, classes=10)
-    return folder
 
 
 @pytest.mark.parametrize("nproc", [2, 3])

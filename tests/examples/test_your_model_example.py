@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, Programs
-from tests.runs import SLOW, Eventually, losses, mutated, newest_step, predictions, result
+from tests.runs import Eventually, losses, mutated, newest_step, predictions, result, slow
 
 FOLDER = ROOT / "examples" / "your_model"
 PROGRAMS = {"train": "examples.your_model", "language_model": "examples.your_model.language_model"}
@@ -48,13 +48,13 @@ def test_it_resumes_bit_for_bit(programs: Programs, tmp_path: Path, eventually: 
     """Stopped once, then killed once; with three ranks, where the order of additions matters."""
     run = ("-m", PROGRAMS[name], "--nproc", 3, *SMALL, "--checkpoint-every", 3, "--out")
     programs.run(*run, tmp_path / "whole")
-    broken, slow = tmp_path / "broken", mutated(tmp_path / "slow", SLOW)
-    first = programs.start(*run, broken, cwd=slow)
+    broken, slowed = tmp_path / "broken", mutated(tmp_path / "slow", slow(0.25))
+    first = programs.start(*run, broken, cwd=slowed)
     eventually(lambda: newest_step(broken) >= 3, 60, "a checkpoint")
     first.send_signal(signal.SIGTERM)
     programs.finish(first, 143)
     step = newest_step(broken)
-    second = programs.start(*run, broken, "--resume", "auto", cwd=slow)
+    second = programs.start(*run, broken, "--resume", "auto", cwd=slowed)
     eventually(lambda: newest_step(broken) > step, 60, "another checkpoint")
     programs.kill()
     second.communicate()
