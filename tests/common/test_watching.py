@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
@@ -94,8 +94,8 @@ def test_a_title_says_program_model_data_and_ranks() -> None:
 
 def test_a_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The accuracy alone, above the losses, whole steps, no legend, the title that is given."""
-    figures: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+    figures, save = list[Any](), Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k))
     draw_curves(tmp_path / "curves.png", [*POINTS, (41, {"loss/train": 900.0})], "bert on reviews", 0.1)
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.width > 600
@@ -112,8 +112,6 @@ def test_a_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(above.lines[-1].get_ydata()) == pytest.approx([0.9, 0.95, 0.975])
     assert all(float(tick).is_integer() for tick in below.get_xticks())
     assert below.get_ylim()[1] < 4
-    monkeypatch.undo()
-    pyplot.close(figure)
 
 
 @pytest.fixture

@@ -1,15 +1,12 @@
 """The first page: short, and its training loop is a correct one."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Programs
 from tests.docs.markdown import FENCE
-from tests.machine import here
 
 BEFORE = """
 import torch
@@ -38,13 +35,13 @@ def loop() -> str:
     return code
 
 
-def trained(folder: Path, code: str, ranks: int) -> list[dict[str, torch.Tensor]]:
+def trained(programs: Programs, folder: Path, code: str, ranks: int) -> list[dict[str, torch.Tensor]]:
     """The parameters of each rank after the loop."""
     last = "dist.destroy_process_group()\n"
     assert code.endswith(last)
     (folder / "loop.py").write_text(BEFORE + code.removesuffix(last) + AFTER + last)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "loop.py"]
-    subprocess.run([sys.executable, *words], cwd=folder, check=True, capture_output=True, timeout=here(120))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    programs.run(*torchrun, "loop.py", cwd=folder)
     return [torch.load(folder / f"{ranks}-{rank}.pt") for rank in range(ranks)]
 
 
@@ -53,15 +50,15 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 
 @pytest.mark.timeout(300)
-def test_the_loop_trains_the_same_with_one_rank_and_with_two(tmp_path: Path) -> None:
-    (alone,), (first, second) = (trained(tmp_path, loop(), ranks) for ranks in (1, 2))
+def test_the_loop_trains_the_same_with_one_rank_and_with_two(programs: Programs, tmp_path: Path) -> None:
+    (alone,), (first, second) = (trained(programs, tmp_path, loop(), ranks) for ranks in (1, 2))
     assert apart(first, second) == 0
     assert apart(alone, first) < 1e-5
     # The same with averaging left out is seen: the wrapper's place is taken by one that averages nothing.
     plain = loop().replace(
         "DDP(build_model())", "torch.nn.ModuleDict({'module': build_model()}); model.forward = model.module.forward"
     )
-    first, second = trained(tmp_path, plain, 2)
+    first, second = trained(programs, tmp_path, plain, 2)
     assert apart(first, second) > 1e-3
 
 

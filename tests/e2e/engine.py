@@ -16,10 +16,23 @@ from types import ModuleType
 
 from tests.conftest import ROOT
 from tests.machine import here
+from tests.runs import mutated, slow
 
 # The page's commands with one container, and the flags of the first: all containers of the tests are as hardened.
 COMMANDS = re.findall(r"^docker run .*", (ROOT / "docs/en/docker.md").read_text().replace("\\\n", " "), re.MULTILINE)
 HARDENED = re.findall(r"(?<=docker run --rm ).*?(?= -v )", COMMANDS[0])[0].split()
+
+
+# All of each program, in few steps.
+FEW_STEPS = {
+    "bert_dp": ("--limit-steps", "6", "--hidden", "64", "--dropout", "0"),
+    "gan_ddp": ("--limit-steps", "8"),
+    "imagenet_ddp": ("--limit-steps", "16", "--image-size", "32"),
+    "manual_allreduce_sgd": ("--limit-steps", "16"),
+    "mnist_dataparallel": ("--limit-steps", "16"),
+    "mnist_ddp_spawn": ("--limit-steps", "16"),
+    "resnet_pipeline": ("-a", "resnet18", "--image-size", "32", "--images", "64", "-b", "16", "--limit-steps", "4"),
+}
 
 
 def load(path: str) -> ModuleType:
@@ -58,6 +71,12 @@ def engine(*words: object, code: int | None = 0, limit: float = 120) -> subproce
         )
     assert code is None or done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def slowed(folder: Path) -> tuple[str]:
+    """What to mount for steps of a second and more: the training lasts until it is disturbed."""
+    change = slow(1)
+    return (f"{mutated(folder, change) / change[0]}:/app/{change[0]}:ro",)
 
 
 @dataclass

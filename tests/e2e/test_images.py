@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import COMMANDS, HARDENED, Containers, engine, eventually, image
+from tests.e2e.engine import COMMANDS, FEW_STEPS, HARDENED, Containers, engine, eventually, image, slowed
 from tests.k8s.test_manifests import BUILT
 from tests.machine import here
 from tests.runs import newest_step, result
@@ -53,7 +53,7 @@ def test_the_pages_commands_run_as_they_stand(containers: Containers, command: s
 @pytest.mark.parametrize("name", BUILT)
 def test_a_demo_runs_hardened_on_embedded_data(containers: Containers, out: Path, name: str) -> None:
     # Two at once would make each other wait with a thread per core each, and throttled threads do not find the limit.
-    said = containers.run("demo", image(name), out=out, flags=("--cpus", "1"))
+    said = containers.run("demo", image(name), *FEW_STEPS.get(name, ()), out=out, flags=("--cpus", "1"))
     assert "1 thread(s)" in said, "the container's limit is its number of cores"
     done = result(out / "runs" / name)
     assert done["example"] == name
@@ -134,15 +134,18 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "examples
 
 
 @pytest.mark.parametrize(
-    ("name", "program", "epochs"),
-    [("mnist_ddp_spawn", ("--nproc", "2"), "12"), ("manual_allreduce_sgd", TORCHRUN, "30")],
+    ("name", "program"),
+    [("mnist_ddp_spawn", ("--nproc", "2")), ("manual_allreduce_sgd", TORCHRUN)],
     ids=["spawn", "torchrun"],
 )
-def test_stop_lets_it_save(containers: Containers, out: Path, name: str, program: tuple[str, ...], epochs: str) -> None:
+def test_stop_lets_it_save(
+    containers: Containers, tmp_path: Path, out: Path, name: str, program: tuple[str, ...]
+) -> None:
     """`docker stop` ends with 143 and a checkpoint; resumed from just that step, it ends with the same bits."""
-    words = (*program, "--epochs", epochs, "--checkpoint-every", "2")
+    words = (*program, *FEW_STEPS[name], "--checkpoint-every", "2")
     containers.run("whole", image(name), *words, "--out", "whole", out=out)
-    stopped = containers.start("stopped", image(name), *words, "--out", "stopped", out=out)
+    slow = tuple(word for mount in slowed(tmp_path / "slow") for word in ("--volume", mount))
+    stopped = containers.start("stopped", image(name), *words, "--out", "stopped", out=out, flags=slow)
     eventually(lambda: newest_step(out / "stopped") >= 4, 60, "a checkpoint")
     started = time.monotonic()
     engine("stop", "--time", "60", stopped)

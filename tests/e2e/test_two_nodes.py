@@ -10,23 +10,15 @@ from pathlib import Path
 import pytest
 
 from common.launch.errors import RETRY
-from tests.conftest import ROOT
-from tests.e2e.engine import ENV, Containers, engine, eventually, image, program
+from tests.conftest import ROOT, Programs
+from tests.e2e.engine import ENV, FEW_STEPS, Containers, engine, eventually, image, program, slowed
 from tests.k8s.rendered import Manifests, manifests
 from tests.k8s.test_manifests import EXAMPLES
 from tests.machine import here
 from tests.runs import RECORD, Result, accounted, mutated, newest_step, result
 
-# Shorter than the whole demo, and with checkpoints to be killed between.
-SHORT = {
-    "imagenet_ddp": ("--epochs", "2", "--checkpoint-every", "2"),
-    "mnist_ddp_spawn": ("--epochs", "12", "--checkpoint-every", "2"),
-    "manual_allreduce_sgd": ("--epochs", "30", "--checkpoint-every", "2"),
-    "bert_dp": ("--epochs", "1", "--hidden", "64", "--dropout", "0"),
-    "gan_ddp": ("--epochs", "2"),
-    "mnist_dataparallel": ("--epochs", "3"),
-    "resnet_pipeline": ("-a", "resnet18", "--image-size", "32", "--images", "64", "-b", "16", "--epochs", "1"),
-}
+# With checkpoints to be killed between.
+SHORT = {name: (*flags, "--checkpoint-every", "2") for name, flags in FEW_STEPS.items()}
 LISTENING = (  # local ports of sockets in state LISTEN, version 4 and 6
     "import json; rows = [l.split() for f in ('tcp', 'tcp6') for l in open(f'/proc/net/{f}').readlines()[1:]];"
     "print(json.dumps(sorted({int(r[1].rpartition(':')[2], 16) for r in rows if r[3] == '0A'})))"
@@ -97,19 +89,17 @@ def pods(
     return started
 
 
-def reference(name: str, out: Path, more: tuple[str, ...], threads: int) -> Result:
+def reference(programs: Programs, name: str, out: Path, more: tuple[str, ...], threads: int) -> Result:
     """Two processes of the same program without containers."""
-    ranks = ["--nproc", "2", "--threads", str(threads)]
-    command = [sys.executable, "-m", f"examples.{name}", *ranks, "--out", str(out), *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=here(400), check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("-m", f"examples.{name}", "--nproc", 2, "--threads", threads, "--out", out, *more)
+    programs.run(*words, limit=400)
     return result(out)
 
 
-def check_two_nodes(run: Path, name: str, out: Path, more: tuple[str, ...]) -> Result:
+def check_two_nodes(programs: Programs, run: Path, name: str, out: Path, more: tuple[str, ...]) -> Result:
     """Two nodes have ended with the bits of two processes on one, without containers."""
     found = result(run)
-    expected = reference(name, out, more, found["threads"])
+    expected = reference(programs, name, out, more, found["threads"])
     assert (found["world_size"], found["nodes"]) == (2, 2)
     assert (expected["world_size"], expected["nodes"]) == (2, 1)
     assert found["parameter_hash"] == expected["parameter_hash"]
@@ -118,7 +108,7 @@ def check_two_nodes(run: Path, name: str, out: Path, more: tuple[str, ...]) -> R
 
 @pytest.mark.parametrize(("name", "victim"), [("imagenet_ddp", 1), ("manual_allreduce_sgd", 0)])
 def test_two_nodes_lose_one_and_go_on(
-    containers: Containers, tmp_path: Path, volume: Path, name: str, victim: int
+    containers: Containers, programs: Programs, tmp_path: Path, volume: Path, name: str, victim: int
 ) -> None:
     """As in a cluster: one pod is killed, the other says that it is not the cause, both start again and resume."""
     job = manifests(f"overlays/{name}")
@@ -126,7 +116,7 @@ def test_two_nodes_lose_one_and_go_on(
     more, run = (*SHORT[name], "--timeout", "45"), volume / "runs" / name
     network = containers.network("--internal")
 
-    first = pods(containers, job, network, volume, 1, more)
+    first = pods(containers, job, network, volume, 1, more, mounts=slowed(tmp_path / "slow"))
     eventually(lambda: newest_step(run) >= 4, 90, "a checkpoint")
     engine("kill", "--signal", "KILL", first[victim])
     containers.finish(first[victim], code=137)
@@ -138,19 +128,19 @@ def test_two_nodes_lose_one_and_go_on(
     said = [containers.finish(pod) for pod in second]
     assert f"resumed from runs/{name}/checkpoints" in said[0]
     assert "resumed" not in said[1]  # the main rank speaks for all
-    assert check_two_nodes(run, name, tmp_path / "reference", more)["launcher"] == "torchrun"
+    assert check_two_nodes(programs, run, name, tmp_path / "reference", more)["launcher"] == "torchrun"
 
 
 @pytest.mark.parametrize(("name", "victim"), [("mnist_ddp_spawn", 1), ("manual_allreduce_sgd", 0)])
 def test_a_pod_that_is_deleted_saves_first(
-    containers: Containers, tmp_path: Path, volume: Path, name: str, victim: int
+    containers: Containers, programs: Programs, tmp_path: Path, volume: Path, name: str, victim: int
 ) -> None:
     """`kubectl delete pod` is SIGTERM to one of two nodes: both end with 143 after the same step, and go on from it."""
     job = manifests(f"overlays/{name}")
     more, run = SHORT[name], volume / "runs" / name
     network = containers.network("--internal")
 
-    first = pods(containers, job, network, volume, 1, more)
+    first = pods(containers, job, network, volume, 1, more, mounts=slowed(tmp_path / "slow"))
     eventually(lambda: newest_step(run) >= 4, 90, "a checkpoint")
     engine("stop", first[victim], limit=200)  # it has the pod's time of grace
     said = [containers.finish(pod, code=143, limit=90) for pod in first]
@@ -162,16 +152,18 @@ def test_a_pod_that_is_deleted_saves_first(
     second = pods(containers, job, network, volume, 2, more)
     said = [containers.finish(pod) for pod in second]
     assert f" at step {step}\n" in said[0].partition("resumed from")[2], "nothing is done again"
-    check_two_nodes(run, name, tmp_path / "reference", more)
+    check_two_nodes(programs, run, name, tmp_path / "reference", more)
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES - {"imagenet_ddp", "manual_allreduce_sgd", "mnist_ddp_spawn"}))
-def test_the_other_examples_on_two_nodes(containers: Containers, tmp_path: Path, volume: Path, name: str) -> None:
+def test_the_other_examples_on_two_nodes(
+    containers: Containers, programs: Programs, tmp_path: Path, volume: Path, name: str
+) -> None:
     """Those that the tests above do not lose a pod of."""
     job = manifests(f"overlays/{name}")
     for pod in pods(containers, job, containers.network("--internal"), volume, 1, SHORT[name]):
         containers.finish(pod)
-    check_two_nodes(volume / "runs" / name, name, tmp_path / "reference", SHORT[name])
+    check_two_nodes(programs, volume / "runs" / name, name, tmp_path / "reference", SHORT[name])
 
 
 def test_pods_are_added_and_removed_while_it_trains(containers: Containers, tmp_path: Path, volume: Path) -> None:
@@ -213,12 +205,12 @@ def test_pods_are_added_and_removed_while_it_trains(containers: Containers, tmp_
 
 
 # 2 cores are 2 threads per rank in a pod, and other bits than those of 2 ranks that share 2 cores.
-@pytest.mark.parametrize(("name", "epochs", "cores"), [("manual_allreduce_sgd", "3", 2), ("imagenet_ddp", "1", 1)])
+@pytest.mark.parametrize(("name", "cores"), [("manual_allreduce_sgd", 2), ("imagenet_ddp", 1)])
 def test_an_elastic_rendezvous_gives_the_same_bits(
-    containers: Containers, tmp_path: Path, volume: Path, name: str, epochs: str, cores: int
+    containers: Containers, programs: Programs, tmp_path: Path, volume: Path, name: str, cores: int
 ) -> None:
     """torchrun's c10d backend numbers the nodes as they come; it needs more ports, which a private network gives."""
-    more = ("--epochs", epochs)
+    more = SHORT[name]
     job = manifests(f"overlays/{name}")
     for bound in ("requests", "limits"):  # threads follow from the lower one
         job.container["resources"][bound]["cpu"] = str(cores)
@@ -226,10 +218,10 @@ def test_an_elastic_rendezvous_gives_the_same_bits(
     env = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": "one"}
     for pod in pods(containers, job, containers.network("--internal"), volume, 1, more, env):
         containers.finish(pod)
-    found = check_two_nodes(volume / "runs" / name, name, tmp_path / "reference", more)
+    found = check_two_nodes(programs, volume / "runs" / name, name, tmp_path / "reference", more)
     assert found["threads"] == cores
     if cores != 1:
-        assert reference(name, tmp_path / "one", more, 1)["parameter_hash"] != found["parameter_hash"]
+        assert reference(programs, name, tmp_path / "one", more, 1)["parameter_hash"] != found["parameter_hash"]
 
 
 def test_only_the_network_of_the_job_reaches_its_ports(containers: Containers, volume: Path) -> None:

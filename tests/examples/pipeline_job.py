@@ -96,7 +96,8 @@ class Args:
 def narrow(arch: str, classes: int, norm: str) -> nn.Module:
     """A ResNet with half the channels and few blocks: they are cut and computed the same, in a third of the time."""
     block, blocks = (Bottleneck, [2, 2, 1, 1]) if arch == "resnet50" else (BasicBlock, [2, 2, 2, 2])
-    model = torchvision.models.ResNet(block, blocks, num_classes=classes, norm_layer=NORMS[norm])
+    with torch.device("meta"):  # wide, and all of it is replaced: no time for its initial values
+        model = torchvision.models.ResNet(block, blocks, num_classes=classes, norm_layer=NORMS[norm])
     model.inplanes = 32
     model.conv1, model.bn1 = nn.Conv2d(3, 32, 7, stride=2, padding=3, bias=False), NORMS[norm](32)
     for number, stride in enumerate((1, 2, 2, 2)):

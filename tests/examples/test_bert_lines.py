@@ -23,7 +23,7 @@ BLOCKS = [
     for block in shell_blocks((ROOT / "examples" / "bert_dp" / "README.md").read_text())
     if "ChnSentiCorp_htl_all.csv" in block.code
 ]
-REVIEWS = 200  # of 7,766, half of each label: the lines take seconds instead of minutes
+REVIEWS = 80  # of 7,766, half of each label: the lines take seconds instead of minutes
 
 
 @pytest.fixture

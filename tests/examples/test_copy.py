@@ -104,7 +104,7 @@ COPIES = {
     # The whole of its training goes along: it is the subject. Its evaluation and the check of its parts stay behind,
     # because they end in this project's metrics, and so do the flags of memory layout and compiler.
     "resnet_pipeline": Copy(
-        (*EPOCH, "--balance", "even"),
+        (*EPOCH, "--balance", "even", "-a", "resnet18"),
         (
             *("costs.py", "engine.py", "full_state.py", "grid.py", "messages.py", "model.py", "operations.py"),
             *("partition.py", "pipeline.py", "schedule.py", "split_backward.py", "stages.py", "timeline.py"),
@@ -225,7 +225,7 @@ def data_of(name: str, flags: Any, out: Path) -> dict[str, Any] | None:
 def losses_of_copy(programs: Programs, folder: Path) -> tuple[list[float], str]:
     """The losses that the stand-in has printed, and all that was said."""
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py")
-    said = programs.run(*words, cwd=folder, cold=True).stdout
+    said = programs.run(*words, cwd=folder).stdout
     return [float(loss) for loss in re.findall(r"^loss (\S+)$", said, re.MULTILINE)], said
 
 

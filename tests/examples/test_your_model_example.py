@@ -12,7 +12,10 @@ from tests.runs import Eventually, losses, mutated, newest_step, predictions, re
 
 FOLDER = ROOT / "examples" / "your_model"
 PROGRAMS = {"train": "examples.your_model", "language_model": "examples.your_model.language_model"}
-SMALL = ("--precision", "fp32", "--epochs", 2)
+SMALL = {
+    "train": ("--precision", "fp32", "--epochs", 2),
+    "language_model": ("--precision", "fp32", "--limit-steps", 16),
+}
 PLACES = ("YOUR DATA", "YOUR MODEL", "YOUR LOSS", "YOUR METRIC")
 
 
@@ -20,7 +23,7 @@ PLACES = ("YOUR DATA", "YOUR MODEL", "YOUR LOSS", "YOUR METRIC")
 def test_ranks_train_the_same(programs: Programs, tmp_path: Path, name: str) -> None:
     """3 does not divide the datasets: padding stays out of the loss, and every test sample counts once."""
     for ranks in (1, 2, 3):
-        programs.run("-m", PROGRAMS[name], "--nproc", ranks, "--out", tmp_path / str(ranks), *SMALL)
+        programs.run("-m", PROGRAMS[name], "--nproc", ranks, "--out", tmp_path / str(ranks), *SMALL[name])
     one, *others = (tmp_path / str(ranks) for ranks in (1, 2, 3))
     for other in others:
         torch.testing.assert_close(losses(other), losses(one), rtol=1e-4, atol=1e-6)
@@ -35,7 +38,8 @@ def test_ranks_train_the_same(programs: Programs, tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_learns(programs: Programs, tmp_path: Path, name: str) -> None:
-    programs.run("-m", PROGRAMS[name], "--nproc", 2, "--out", tmp_path)
+    epochs = 3 if name == "language_model" else 20
+    programs.run("-m", PROGRAMS[name], "--nproc", 2, "--epochs", epochs, "--out", tmp_path)
     metrics = result(tmp_path)["metrics"]
     if name == "train":
         assert metrics["accuracy"] > 0.95
@@ -46,7 +50,7 @@ def test_it_learns(programs: Programs, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_resumes_bit_for_bit(programs: Programs, tmp_path: Path, eventually: Eventually, name: str) -> None:
     """Stopped once, then killed once; with three ranks, where the order of additions matters."""
-    run = ("-m", PROGRAMS[name], "--nproc", 3, *SMALL, "--checkpoint-every", 3, "--out")
+    run = ("-m", PROGRAMS[name], "--nproc", 3, *SMALL[name], "--checkpoint-every", 3, "--out")
     programs.run(*run, tmp_path / "whole")
     broken, slowed = tmp_path / "broken", mutated(tmp_path / "slow", slow(0.25))
     first = programs.start(*run, broken, cwd=slowed)

@@ -21,7 +21,7 @@ def test_started_without_torchrun_it_says_so(programs: Programs, tmp_path: Path)
 def trained(programs: Programs, folder: Path, ranks: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Loss and accuracy of each epoch, and the parameters that rank 0 has saved."""
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "plain_ddp.py")
-    said = programs.run(*words, cwd=folder, cold=True).stdout
+    said = programs.run(*words, cwd=folder).stdout
     assert said.startswith(f"starting {ranks} rank")
     lines = re.findall(r"^epoch \d+: loss ([\d.]+), accuracy ([\d.]+)$", said, re.MULTILINE)
     saved = torch.load(folder / "plain_ddp.pt", weights_only=True)
