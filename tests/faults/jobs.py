@@ -39,8 +39,6 @@ TRAININGS |= {
 }
 # With two ranks and with three, in turn; and the other way round, so that a program meets both.
 IN_TURN = [(program, 2 + number % 2) for number, program in enumerate(TRAININGS)]
-# Those that write checkpoints each in its own way; all others write as the first does.
-WRITERS = [case for case in IN_TURN if case[0] in ("mnist_ddp_spawn", "resnet_pipeline", "bert_dp.trainer")]
 TURNED = [(program, 3 - number % 2) for number, program in enumerate(PROGRAMS)]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Programs
-from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TRAININGS, TURNED, WRITERS, Job, Jobs
+from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TRAININGS, TURNED, Job, Jobs
 from tests.machine import here
 from tests.runs import Eventually, losses, newest_step, result, slow
 
@@ -133,7 +133,7 @@ def test_ctrl_c_twice_within_a_second_still_saves(
     assert line == f"stopped by SIGINT: checkpoint at step {newest_step(tmp_path)}; go on with --resume auto"
 
 
-@pytest.mark.parametrize(("program", "nproc"), WRITERS)
+@pytest.mark.parametrize(("program", "nproc"), IN_TURN)
 def test_a_full_disk_is_named(
     programs: Programs, disk: Path, jobs: Jobs, program: str, nproc: int, eventually: Eventually
 ) -> None:

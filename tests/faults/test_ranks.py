@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
-from tests.faults.jobs import IN_TURN, TURNED, WRITERS, Jobs
+from tests.faults.jobs import IN_TURN, TURNED, Jobs
 from tests.machine import here
 from tests.runs import Eventually, losses, newest_step, result
 
@@ -68,7 +68,7 @@ HELD = [  # a checkpoint stays half-written for as long as a file is there
 ]
 
 
-@pytest.mark.parametrize(("program", "nproc"), WRITERS)
+@pytest.mark.parametrize(("program", "nproc"), IN_TURN)
 def test_grace_too_short(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, nproc: int, eventually: Eventually
 ) -> None:
