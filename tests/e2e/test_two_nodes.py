@@ -8,6 +8,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from common.launch.errors import RETRY
 from tests.conftest import ROOT, Programs
@@ -260,11 +261,14 @@ def test_the_doctor_sees_both_nodes(containers: Containers, volume: Path) -> Non
     assert image("imagenet_ddp") == job.container["image"]
 
 
-def test_the_compose_file_trains_on_two_nodes(containers: Containers) -> None:
-    """The page's command, to its end."""
-    project = f"{containers.token}-compose"
+def test_the_compose_file_trains_on_two_nodes(containers: Containers, tmp_path: Path) -> None:
+    """The page's command, with fewer steps, to its end."""
+    project, file, fewer = f"{containers.token}-compose", ROOT / "docker" / "compose.yaml", tmp_path / "fewer.yaml"
+    nodes = yaml.safe_load(file.read_text())["services"]
+    short = {name: {"command": [*node["command"], *FEW_STEPS["imagenet_ddp"]]} for name, node in nodes.items()}
+    fewer.write_text(yaml.safe_dump({"services": short}))
     provider = ["docker", "compose"] if program() == "docker" else [str(Path(sys.executable).parent / "podman-compose")]
-    compose = [*provider, "--project-name", project, "--file", str(ROOT / "docker" / "compose.yaml")]
+    compose = [*provider, "--project-name", project, "--file", str(file), "--file", str(fewer)]
     try:
         done = subprocess.run(
             [*compose, "up"], env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=here(500), check=False
@@ -274,5 +278,6 @@ def test_the_compose_file_trains_on_two_nodes(containers: Containers) -> None:
         folder = engine("volume", "inspect", "--format", "{{.Mountpoint}}", f"{project}_out").stdout.strip()
         found = result(Path(folder) / "runs" / "imagenet_ddp")
         assert (found["world_size"], found["nodes"], found["launcher"]) == (2, 2, "torchrun")
+        assert found["image_size"] == 32
     finally:
         subprocess.run([*compose, "down", "--volumes"], env=ENV, cwd=ROOT, capture_output=True, check=False)

@@ -314,10 +314,10 @@ def test_the_command_lines_of_pytorch_examples(programs: Programs, tmp_path: Pat
 
 
 def test_dummy_images_can_be_learned(programs: Programs, tmp_path: Path) -> None:
-    done = programs.run(*TRAIN, "-a", "resnet18", "--dummy", "--image-size", 64, "--nproc", 2, "--out", tmp_path)
+    done = programs.run(*TRAIN, "-a", "resnet18", "--dummy", "--image-size", 32, "--nproc", 2, "--out", tmp_path)
     found = losses(tmp_path)
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
-    assert "resnet18 on synthetic images (480 train, 96 val, 10 classes, 64 px)" in done.stdout
+    assert "resnet18 on synthetic images (480 train, 96 val, 10 classes, 32 px)" in done.stdout
 
 
 def test_evaluation_alone(programs: Programs, tmp_path: Path, tiny: Path, folder: Path) -> None:
