@@ -31,8 +31,8 @@ class Nodes:
         self.programs, self.network, self.out, self.log = programs, network, out, out.with_suffix(".log")
         self.job = jobs[program]
 
-    def start(self, number: int, *words: object) -> "subprocess.Popen[str]":
-        flags = (*self.job.every, "--timeout", 8, "--resume", "auto", "--out", self.out)
+    def start(self, number: int, *words: object, timeout: int = 8) -> "subprocess.Popen[str]":
+        flags = (*self.job.every, "--timeout", timeout, "--resume", "auto", "--out", self.out)
         env = {SPACE: self.network[number], "GLOO_SOCKET_IFNAME": "cable", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         return self.programs.start(*words, *flags, cwd=self.job.code, log=self.log, env=env)
 
@@ -45,10 +45,10 @@ class Nodes:
             "--rdzv-conf", f"{QUICK},is_host={1 - number}", *self.job.endless,
         )  # fmt: skip
 
-    def static(self, number: int) -> "subprocess.Popen[str]":
+    def static(self, number: int, timeout: int = 8) -> "subprocess.Popen[str]":
         """By itself: two nodes, which have numbers. (Under torchrun: tests/faults/test_partition.py.)"""
         url = ("--world-size", 2, "--rank", number, "--dist-url", "tcp://10.77.0.1:29500")
-        return self.start(number, *self.job.words, *url)
+        return self.start(number, *self.job.words, *url, timeout=timeout)
 
     def kill(self, number: int) -> None:
         """As when a machine loses its power, but for its connections, which the kernel closes."""
@@ -127,5 +127,5 @@ def test_the_network_is_cut(nodes: Nodes, jobs: Jobs, program: str, eventually: 
         r"rank 1: lost another process \(the host of the rendezvous, 10\.77\.0\.1:29500, is gone, too,", said
     )
     ip("-n", nodes.network[0], "link", "set", "cable", "up")
-    assert [node.wait(here(100)) for node in (nodes.static(0), nodes.static(1))] == [0, 0]
+    assert [node.wait(here(100)) for node in (nodes.static(0, timeout=60), nodes.static(1, timeout=60))] == [0, 0]
     assert same(nodes.out, jobs.whole(program, 2))

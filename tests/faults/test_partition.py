@@ -22,18 +22,18 @@ def test_the_network_between_two_nodes_is_cut(
 ) -> None:  # fmt: skip
     """Both sides end, and write no checkpoint any more; when the cable is back, they go on."""
 
-    def nodes() -> list["subprocess.Popen[str]"]:
+    def nodes(timeout: int) -> list["subprocess.Popen[str]"]:
         return [
             programs.start(
                 "-c", NODE, space, "cable", "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", number,
                 "--master-addr", "10.77.0.1", "--master-port", 29500, "-m", "examples.imagenet_ddp", *FLAGS,
-                "--checkpoint-every", 3, "--timeout", 8, "--resume", "auto", "--out", tmp_path, folder,
+                "--checkpoint-every", 3, "--timeout", timeout, "--resume", "auto", "--out", tmp_path, folder,
                 cwd=tiny, log=tmp_path / f"log-{number}",
             )
             for number, space in enumerate(network)
         ]  # fmt: skip
 
-    both = nodes()
+    both = nodes(8)
     eventually(lambda: newest_step(tmp_path) >= 9, 100, "step 9")
     ip("-n", network[0], "link", "set", "cable", "down")
     started = time.monotonic()
@@ -51,7 +51,7 @@ def test_the_network_between_two_nodes_is_cut(
         1
     ]
     ip("-n", network[0], "link", "set", "cable", "up")
-    assert [node.wait(here(100)) for node in nodes()] == [0, 0]
+    assert [node.wait(here(100)) for node in nodes(60)] == [0, 0]
     assert same(tmp_path, undisturbed[2])
 
 
