@@ -33,7 +33,7 @@ def test_every_example_is_in_every_list() -> None:
         "a copy, in tests/examples/test_copy.py": set(COPIES),
         "a recorded hash, in tests/hashes.py": set(PROGRAMS),
         "TRAININGS of benchmarks/gpu_checks.py": keys("benchmarks/gpu_checks.py"),
-        "SHORT of tests/e2e/test_two_nodes.py": keys("tests/e2e/test_two_nodes.py") | TEMPLATE,
+        "FEW_STEPS of tests/e2e/engine.py": keys("tests/e2e/engine.py") | TEMPLATE,
         "docker/NAME/Dockerfile": {path.parent.name for path in ROOT.glob("docker/*/Dockerfile")} - {"base"} | TEMPLATE,
         "k8s/overlays/NAME, by python k8s/generate.py": {path.name for path in ROOT.glob("k8s/overlays/*")} & NAMES
         | TEMPLATE,
