@@ -16,7 +16,7 @@ from torch import nn
 
 from common.compare.page import compare
 from common.compare.runs import grouped
-from common.train.curves import draw_curves, limits, spread
+from common.train.curves import draw_curves, draw_panels, limits, spread
 from common.train.greet import too_large
 from common.train.lines import duration, epoch_line
 from common.train.log import Log
@@ -112,6 +112,13 @@ def test_a_picture_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(above.lines[-1].get_ydata()) == pytest.approx([0.9, 0.95, 0.975])
     assert all(float(tick).is_integer() for tick in below.get_xticks())
     assert below.get_ylim()[1] < 4
+
+
+def test_a_picture_with_a_very_long_name_is_drawn(tmp_path: Path) -> None:
+    """A folder's path is the name of a run that is compared."""
+    draw_panels(tmp_path / "curves.png", {"loss": {"runs/" + "long" * 50: [(1, 2.0), (2, 1.0)]}}, "two runs")
+    with Image.open(tmp_path / "curves.png") as picture:
+        assert picture.width > 600
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_the_pages_commands_run_as_they_stand(containers: Containers, command: s
 @pytest.mark.parametrize("name", BUILT)
 def test_a_demo_runs_hardened_on_embedded_data(containers: Containers, out: Path, name: str) -> None:
     # Two at once would make each other wait with a thread per core each, and throttled threads do not find the limit.
-    said = containers.run("demo", image(name), *FEW_STEPS.get(name, ()), out=out, flags=("--cpus", "1"))
+    said = containers.run("demo", image(name), *FEW_STEPS[name], out=out, flags=("--cpus", "1"))
     assert "1 thread(s)" in said, "the container's limit is its number of cores"
     done = result(out / "runs" / name)
     assert done["example"] == name

@@ -25,7 +25,7 @@ def same(out: Path, other: Path) -> bool:
     return result(out)["parameter_hash"] == result(other)["parameter_hash"] and losses(out) == losses(other)
 
 
-@pytest.mark.parametrize(("nproc", "seed"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("nproc", "seed"), [(2, 0), (3, 1), (2, 2)])
 def test_six_kills_in_a_row(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually,
     nproc: int, seed: int,
