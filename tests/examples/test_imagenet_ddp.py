@@ -375,19 +375,14 @@ def test_no_code_in_pretrained_weights_is_executed(programs: Programs, tmp_path:
 
 
 def test_real_photographs_are_learned(programs: Programs, tmp_path: Path, real_data: Path) -> None:
-    """Four of Imagenette's classes, in three epochs at a very low resolution: chance is 0.25."""
-    folder = tmp_path / "images"
-    for part in ("train", "val"):
-        (folder / part).mkdir(parents=True)
-        for each in sorted((real_data / "imagenette224_subset" / part).iterdir())[:4]:
-            (folder / part / each.name).symlink_to(each)
+    """Imagenette's ten classes, in three epochs at a very low resolution: chance is 0.1."""
     programs.run(
         *TRAIN, "-a", "resnet18", "--nproc", 2, "--epochs", 3, "-b", 32, "--image-size", 40, "--lr", 0.02,
-        "--out", tmp_path / "out", folder, limit=230,
+        "--out", tmp_path, real_data / "imagenette224_subset", limit=230,
     )  # fmt: skip
-    found = result(tmp_path / "out")
-    assert (found["train_samples"], found["eval_samples"], found["classes"]) == (600, 160, 4)
-    assert found["metrics"]["accuracy"] > 0.35
+    found = result(tmp_path)
+    assert (found["train_samples"], found["eval_samples"], found["classes"]) == (1500, 400, 10)
+    assert found["metrics"]["accuracy"] > 0.17
 
 
 # --------------------------------------------------------------------------------------------------- bad input
