@@ -3,8 +3,6 @@
 Every rank reads them, and the import costs each of them 1 to 5 seconds.
 """
 
-import csv
-import gzip
 import importlib.util
 from pathlib import Path
 
@@ -18,9 +16,8 @@ def load_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     assert package is not None, "pyproject.toml asks for scikit-learn"
     assert package.origin is not None
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    with gzip.open(file, "rt", encoding="ascii", newline="") as lines:
-        table = np.array(list(csv.reader(lines)), dtype=np.float64)
-    return table[:, :-1], table[:, -1].astype(np.int64)
+    table = np.loadtxt(file, delimiter=",", dtype=np.int64)
+    return table[:, :-1].astype(np.float64), table[:, -1]
 
 
 def stratified_split(

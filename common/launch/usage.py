@@ -1,6 +1,7 @@
 """What `--help` says, and the answer to a value of the wrong type. No torch here."""
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -27,20 +28,25 @@ class Flag:
         names: as they are typed, short ones first; of a positional argument, what stands for it.
         kind: the type of its value, without None.
         takes: what follows its name, in a word; empty for a switch.
-        about: the sentence below the field.
         default: its value when it is not given; `MISSING` if it has to be.
         section: the part of `--help` it belongs to.
         marks: what else its type says.
+        of: the dataclass that it is a field of.
     """
 
     field: str
     names: tuple[str, ...]
     kind: Any
     takes: str
-    about: str
     default: Any
     section: str
     marks: tuple[Any, ...]
+    of: type
+
+    @property
+    def about(self) -> str:
+        """The sentence below the field."""
+        return _sentences(self.of)[self.field]
 
     @property
     def positional(self) -> bool:
@@ -69,7 +75,7 @@ def flags_of(cls: Any, default: Any = None, section: str = "Flags") -> Iterator[
         default: an instance with the values that are taken where a flag is not given.
         section: of those that are not in another dataclass.
     """
-    hints, about = get_type_hints(cls, include_extras=True), _sentences(cls)
+    hints = get_type_hints(cls, include_extras=True)
     for field in fields(cls):
         hint, value = hints[field.name], getattr(default, field.name, field.default)
         marks = getattr(hint, "__metadata__", ())
@@ -90,7 +96,7 @@ def flags_of(cls: Any, default: Any = None, section: str = "Flags") -> Iterator[
             shown = [conf.name or conf.metavar for conf in confs if conf.name or conf.metavar]
             names = (shown[0] if shown else field.name.upper(),)
         takes = next((conf.metavar for conf in confs if conf.metavar), _takes(kind))
-        yield Flag(field.name, names, kind, takes, about[field.name], value, section, marks)
+        yield Flag(field.name, names, kind, takes, value, section, marks, cls)
 
 
 def _takes(kind: Any) -> str:
@@ -101,6 +107,7 @@ def _takes(kind: Any) -> str:
     return "" if kind is bool else KINDS.get(kind, ("TEXT", ""))[0]
 
 
+@functools.cache  # it reads and parses source, 0.1 s for all flags of a program
 def _sentences(cls: type) -> dict[str, str]:
     """The sentence below each field of a dataclass, by the field's name."""
     found: dict[str, str] = {}
