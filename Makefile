@@ -25,11 +25,13 @@ help:
 setup: .venv/.ready
 
 # Two stamps: what the programs need to run, and what tests, lint and pages need, too. uv downloads in parallel and hard-links
-# from its cache; what pip warns of matters only if it fails. PYTHONDONTWRITEBYTECODE would make every start slower.
+# from its cache; what pip warns of matters only if it fails.
 # CPU=1 takes PyTorch's wheels without CUDA, from PyTorch's own index; INDEX=URL takes everything else from a mirror.
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(if $(CPU),--torch-backend cpu)
 UNREACHED = $(if $(CPU),if grep -q 'Failed to fetch.*/whl/cpu' .venv/setup.log; then \
 	echo "error: PyTorch's own index cannot be reached: leave CPU=1 out" >&2; fi; )
+# Set in many container images: every start would compile torch again, which takes 20 s.
+export PYTHONDONTWRITEBYTECODE :=
 ifdef INDEX
 export PIP_INDEX_URL := $(INDEX)
 export UV_DEFAULT_INDEX := $(INDEX)
@@ -48,7 +50,7 @@ endif
 	@touch $@
 
 demo: .venv/.demo
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m examples.mnist_ddp_spawn --nproc 2 --out $(OUT)
+	@$(BIN)/python -m examples.mnist_ddp_spawn --nproc 2 --out $(OUT)
 
 test: setup
 	@$(BIN)/tox run -e lint,types,core
@@ -61,7 +63,7 @@ check: setup
 	@$(MAKE) --no-print-directory e2e
 
 doctor: .venv/.demo
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m common.doctor $(ARGS)
+	@$(BIN)/python -m common.doctor $(ARGS)
 
 # COMPILER=yes, REGISTRY=... and TAG=... are in build.py's environment, wherever they were given.
 images:
@@ -92,7 +94,7 @@ bench: setup
 # Where torch and the rest are installed already and there is no network: python -m benchmarks.gpu
 prove-gpu: OUT = runs/prove-gpu
 prove-gpu: setup
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m benchmarks.gpu --out $(OUT) $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE)) \
+	@$(BIN)/python -m benchmarks.gpu --out $(OUT) $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE)) \
 		$(if $(IMAGES),--images "$(IMAGES)") $(if $(MNIST),--mnist "$(MNIST)") $(if $(PEER),--peer "$(PEER)")
 report: setup
 	@$(BIN)/python -m benchmarks.report
