@@ -12,17 +12,17 @@ from tests.runs import RECORD, SMALL_RESNET, tiny_imagenet
 warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
 FOLDER = "FOLDER"  # stands for a folder of small images
 EXAMPLES: dict[str, tuple[object, ...]] = {
-    # at a higher rate, rounding grows within the losses that are compared
-    "mnist_dataparallel": ("--epochs", 6, "--lr", 0.1),
-    "mnist_ddp_spawn": ("--epochs", 6, "--lr", 0.1),
+    # many small batches; at a higher rate, rounding grows within the losses that are compared
+    "mnist_dataparallel": ("--epochs", 2, "-b", 36, "--lr", 0.05),
+    "mnist_ddp_spawn": ("--epochs", 2, "-b", 36, "--lr", 0.05),
     "imagenet_ddp": (FOLDER, "--epochs", 8, "-b", 12, "--image-size", 32, "--lr", 0.05),
     "bert_dp": ("--epochs", 6, "-b", 24, "--hidden", 64, "--dropout", 0),
-    "manual_allreduce_sgd": ("--epochs", 6),
+    "manual_allreduce_sgd": ("--epochs", 2, "-b", 36),
     "resnet_pipeline": (
-        *("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "--micro-batches", 3),
-        *("--epochs", 6, "--norm", "group", "--balance", "even"),
+        *("-a", "resnet18", "--image-size", 32, "--images", 60, "-b", 8, "--micro-batches", 3),
+        *("--epochs", 3, "--norm", "group", "--balance", "even"),
     ),
-    "gan_ddp": ("--epochs", 6),
+    "gan_ddp": ("--epochs", 2, "-b", 36),
     "your_model": ("--epochs", 8),
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

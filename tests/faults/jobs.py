@@ -1,4 +1,4 @@
-"""The programs to which the faults are done, each with a training of a few seconds."""
+"""The programs to which the faults are done, each with a training of a few seconds: many steps, with few samples."""
 
 import shutil
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ NPROC = 3  # with two ranks, a sum does not depend on the order of its parts
 EVERY = ("--checkpoint-every", 3)
 # A program, a training that is worth being disturbed, and how often it saves.
 TRAININGS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
-    "mnist_ddp_spawn": (("mnist_ddp_spawn", "--epochs", 8), EVERY),
+    "mnist_ddp_spawn": (("mnist_ddp_spawn", "--epochs", 2, "-b", 30), EVERY),
     "imagenet_ddp": (
         ("imagenet_ddp", "FOLDER", "--epochs", 10, "-b", 12, "--image-size", 32, "--lr", 0.05), EVERY),
-    "manual_allreduce_sgd": (("manual_allreduce_sgd", "--epochs", 8), EVERY),
+    "manual_allreduce_sgd": (("manual_allreduce_sgd", "--epochs", 2, "-b", 30), EVERY),
     "resnet_pipeline": (
-        ("resnet_pipeline", "-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "--micro-batches", 3,
-         "--epochs", 20, "--norm", "group", "--balance", "even"), EVERY),
-    "bert_dp.train": (("bert_dp", "--epochs", 6, "-b", 24, "--hidden", 64, "--dropout", 0.1), EVERY),
+        ("resnet_pipeline", "-a", "resnet18", "--image-size", 32, "--images", 90, "-b", 8, "--micro-batches", 3,
+         "--epochs", 7, "--norm", "group", "--balance", "even"), EVERY),
+    "bert_dp.train": (("bert_dp", "--epochs", 3, "-b", 12, "--hidden", 64, "--dropout", 0.1), EVERY),
     # the Trainer saves after every epoch, which has 8 steps here
     "bert_dp.trainer": (
         ("bert_dp.trainer_robust", "--epochs", 8, "-b", 36, "--hidden", 64, "--dropout", 0.1, "--logging-steps", 1),
@@ -34,8 +34,8 @@ TRAININGS: dict[str, tuple[tuple[object, ...], tuple[object, ...]]] = {
 PROGRAMS = list(TRAININGS)
 # Two more, whose loops differ from the others' in what a checkpoint holds and in who averages: the hardest faults only.
 TRAININGS |= {
-    "gan_ddp": (("gan_ddp", "--epochs", 8), EVERY),
-    "mnist_dataparallel": (("mnist_dataparallel", "--epochs", 8), EVERY),
+    "gan_ddp": (("gan_ddp", "--epochs", 2, "-b", 30), EVERY),
+    "mnist_dataparallel": (("mnist_dataparallel", "--epochs", 2, "-b", 30), EVERY),
 }
 # With two ranks and with three, in turn; and the other way round, so that a program meets both.
 IN_TURN = [(program, 2 + number % 2) for number, program in enumerate(TRAININGS)]
