@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
 from types import FrameType
@@ -215,11 +216,17 @@ def show(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def fail(error: UserError) -> NoReturn:
-    """Print the error once for the whole job and end this process with exit code 2."""
+def fail(error: UserError, patience: float = 10) -> NoReturn:
+    """Print the error once for the whole job and end this process with exit code 2.
+
+    torchrun ends all processes as soon as one has ended: the silent ones therefore wait until it
+    ends them, at most `patience` seconds, so that rank 0, which may be later, comes to print it.
+    """
     if spoke := may_speak(os.environ):
         print(f"error: {error}", file=sys.stderr, flush=True)
     note(2, message=f"error: {error}", spoke=spoke)
+    if not spoke and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(patience)
     raise SystemExit(2)
 
 

@@ -48,3 +48,11 @@ def test_a_copy_does_not_run_the_original(programs: Programs, copy: Path, start:
         path.write_text(path.read_text().replace("examples.mnist_ddp_spawn", "mytrain"))
     runs = programs.run(*run, cwd=copy, env=env, code=code)
     assert [line for line in runs.stderr.splitlines() if line.startswith("error: ")] == ["error: this is the copy"]
+
+
+def test_torchrun_does_not_end_rank_0_before_it_has_said_what_is_wrong(programs: Programs, copy: Path) -> None:
+    train = copy / "mytrain" / "train.py"
+    later = "import os, time\ntime.sleep(2 if os.environ['RANK'] == '0' else 0)\n"
+    train.write_text(later + train.read_text())
+    refused = programs.run(*STARTS["torchrun, file"], cwd=copy, env={"PYTHONPATH": f"{copy}:{ROOT}"}, code=1)
+    assert f"error: {train} is a copy that would run" in refused.stderr
