@@ -107,7 +107,7 @@ def slow(seconds: float) -> tuple[str, str, str]:
 # A change to all programs: every rank notes which samples it trains on, beside the run's own check.
 RECORD = (
     "common/train/run.py",
-    "self._seen.add(indices[: self.batch_share()[1]])",
+    "self._seen.add(indices, self.batch_share()[1])",
     "mine = indices[: self.batch_share()[1]]; self._seen.add(mine); (self.args.out / 'seen').open('a').write("
     "' '.join(map(str, [state.epoch, state.batch, self.shard[1], *mine.tolist()])) + '\\n')",
 )

@@ -91,7 +91,7 @@ def rest_of_epoch(
         left = samples - batch * batch_size
         *_, indices = next(batches)
         if not before:  # else the checkpoint's sums hold them
-            noted.add(indices[: local_samples(min(batch_size, left), *shard)])
+            noted.add(indices, local_samples(min(batch_size, left), *shard))
     if done:
         restore_random_state(random)
     return batches, noted

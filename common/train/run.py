@@ -157,7 +157,7 @@ class Run:
             left = samples - state.batch * self.batch_size
             self._batch_samples = min(self.batch_size, left)
             yield batch
-            self._seen.add(indices[: self.batch_share()[1]])
+            self._seen.add(indices, self.batch_share()[1])
             self._end_step(total)
         self.meters.gather_losses(state.step)
         if state.batch == total:

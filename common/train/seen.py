@@ -21,15 +21,20 @@ LARGE = 1 << 24  # samples; from here on sums, as the order is computed (common/
 BLOCK = 1 << 16  # numbers that are hashed at once
 Words = NDArray[np.uint64]
 KEYS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)  # of the two hashes
-WAITING = 1 << 12  # samples that are summed at once: those of one small batch would cost 50 µs
+WAITING = 1 << 12  # samples that are noted at once: those of one small batch would cost 50 µs
 HALF = np.uint64(32)  # bits
 
 
 class Seen(Protocol):
     """What this rank has trained on in an epoch."""
 
-    def add(self, indices: Tensor) -> None:
-        """Note that samples were trained on: their numbers in the dataset, int64, on the CPU."""
+    def add(self, indices: Tensor, count: int | None = None) -> None:
+        """Note that samples were trained on.
+
+        Args:
+            indices: their numbers in the dataset, int64, on the CPU.
+            count: how many of them, from the first on; by default all. The others are padding.
+        """
 
     def so_far(self, counted: bool) -> list[int]:
         """What a checkpoint has to keep, the same on all ranks. Every rank calls this.
@@ -60,18 +65,44 @@ def seen(samples: int, before: Sequence[int] = ()) -> Seen:
     return Sums(samples, before) if samples >= LARGE else Counts(samples)
 
 
-class Counts:
+class _Collected:
+    """Numbers of samples, collected until there are enough for `_add_up`."""
+
+    def __init__(self) -> None:
+        self._numbers, self._filled = np.empty(WAITING, np.int64), 0
+
+    def add(self, indices: Tensor, count: int | None = None) -> None:
+        """Note that samples were trained on."""
+        numbers = indices.numpy()[:count]
+        for start in range(0, len(numbers), WAITING):
+            part = numbers[start : start + WAITING]
+            if self._filled + len(part) > WAITING:
+                self._add_up()
+            self._numbers[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+
+    def _collected(self) -> NDArray[np.int64]:
+        """What has been collected, and will not be given out again."""
+        filled, self._filled = self._filled, 0
+        return self._numbers[:filled]
+
+    def _add_up(self) -> None:
+        raise NotImplementedError
+
+
+class Counts(_Collected):
     """How often each sample was seen.
 
     A checkpoint keeps nothing of it: the resumed rank adds what its sampler gave before.
     """
 
     def __init__(self, samples: int) -> None:
+        super().__init__()
         self.counts = torch.zeros(samples, dtype=torch.int32)
 
-    def add(self, indices: Tensor) -> None:
-        """Note that samples were trained on."""
-        self.counts.index_add_(0, indices, torch.ones(len(indices), dtype=torch.int32))
+    def _add_up(self) -> None:
+        numbers = torch.from_numpy(self._collected())
+        self.counts.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.int32))
 
     def so_far(self, counted: bool) -> list[int]:
         """Nothing. Every rank may call this, or one alone."""
@@ -79,10 +110,11 @@ class Counts:
 
     def check(self, counted: bool) -> None:
         """Add the counts up and look for one that is not 1. Every rank calls this."""
+        self._add_up()
         check_seen_once(self.counts * counted)
 
 
-class Sums:
+class Sums(_Collected):
     """How many samples were seen, and the sums of their numbers and of two hashes, modulo 2**64.
 
     Lost and doubled samples cannot make up for each other, but by a chance of 1 in 2**128: they
@@ -90,21 +122,12 @@ class Sums:
     """
 
     def __init__(self, samples: int, before: Sequence[int] = ()) -> None:
+        super().__init__()
         self.samples, self.before = samples, before
         self.sums = np.zeros(2 + len(KEYS), np.uint64)
-        self._waiting, self._filled = np.empty(WAITING, np.uint64), 0
-
-    def add(self, indices: Tensor) -> None:
-        """Note that samples were trained on."""
-        for part in indices.split(WAITING):
-            if self._filled + len(part) > WAITING:
-                self._add_up()
-            self._waiting[self._filled : self._filled + len(part)] = part.numpy()
-            self._filled += len(part)
 
     def _add_up(self) -> None:
-        self.sums += _sums(self._waiting[: self._filled])
-        self._filled = 0
+        self.sums += _sums(self._collected().view(np.uint64))
 
     def so_far(self, counted: bool) -> list[int]:
         """The sums over all ranks, with those before a resume. Every rank calls this."""

@@ -271,7 +271,9 @@ def test_mutation_padding_kept_in_training(
 
 
 def test_mutation_padding_counted(programs: Programs, tmp_path: Path, small: Path) -> None:
-    broken = mutated(tmp_path / "broken", ("common/train/run.py", "indices[: self.batch_share()[1]]", "indices"))
+    broken = mutated(
+        tmp_path / "broken", ("common/train/run.py", "add(indices, self.batch_share()[1])", "add(indices)")
+    )
     run = (*TRAIN, "--nproc", 2, "--dataset", small, *SMALL, "--out", tmp_path / "out")
     assert "CheckError: of 203 samples of the epoch, 0 were lost and 1 trained on more than once" in (
         programs.run(*run, cwd=broken, code=1).stderr
