@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure, SubFigure
 
+from benchmarks.tables import short
 from common.train.curves import spread
 
 WIDTH = 5.0  # inches: 360 points, so that a letter of 9 points has 9 pixels on a phone
@@ -148,7 +149,7 @@ class Lines:
         axis.set(xscale="log", xlabel=self.x, ylabel=self.y)
         axis.set(ylim=(0, None)) if self.from_zero else axis.set_yscale("log")
         if self.ticks:
-            axis.set_xticks(self.ticks, [f"{tick:g}" for tick in self.ticks])
+            axis.set_xticks(self.ticks, [short(tick) for tick in self.ticks])
             axis.minorticks_off()
         axis.grid(alpha=0.3)
         self._name_lines(axis)

@@ -11,6 +11,11 @@ Measured is what comes after the last of them has started, in two ways that take
 * a roll call in which each rank asks for the keys of all others: the way that comes to mind first.
 
 Neither makes a process group: gloo's connections, one for each pair of ranks, come afterwards.
+
+The store's thread answers all questions, one after the other, so its processor time is what rank
+0's host spends, and less than which no meeting takes, however fast the ranks are. From the time of
+an answer, and the growth of the questions, follows what more ranks would take: calculated, for a
+rank count that this machine cannot start.
 """
 
 import json
@@ -21,7 +26,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import log2
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 import torch.distributed as dist
@@ -117,12 +124,41 @@ def sample(way: str, ranks: int, place: Place) -> dict[str, float]:
         started = time.monotonic()
         launch(main_worker, here, Meeting(way, Path(folder)))
         seen = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
+        answering = store_seconds()
     last = max(one["began"] for one in seen)
     return {
         "start": last - started,
         "meet": max(one["met"] for one in seen) - last,
         "questions": sum(one["asked"] for one in seen) / ranks,
+        "store": answering,
     }
+
+
+def store_seconds() -> float:
+    """The processor time of the youngest thread that answers questions: as old as the store."""
+    tasks = Path("/proc/self/task").iterdir()
+    stores = [int(task.name) for task in tasks if "tcpstore" in (task / "comm").read_text()]
+    schedule = Path(f"/proc/self/task/{max(stores)}/schedstat").read_text()
+    return int(schedule.split()[0]) / 1e9
+
+
+def calculated(sizes: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What the store would take with more ranks than were measured, by their number.
+
+    Questions per rank grow with the logarithm of the ranks: by least squares over all sizes. An
+    answer takes what it took of the store's time with the most ranks.
+    """
+    middle = {int(ranks): of["medians"] for ranks, of in sizes.items()}
+    most, questions = max(middle), {ranks: of["questions"][OURS] for ranks, of in middle.items()}
+    if len(middle) < 2:
+        return {}
+    slope, first = linear_regression([log2(ranks) for ranks in questions], [*questions.values()])
+    answer = middle[most]["store"][OURS] / (most * questions[most])
+    found = {}
+    for ranks in (2 * most, 4 * most, 8 * most):
+        asked = first + slope * log2(ranks)
+        found[str(ranks)] = {"questions": asked, "store": ranks * asked * answer}
+    return found
 
 
 def main(place: Place, args: Args) -> None:
@@ -140,11 +176,12 @@ def main(place: Place, args: Args) -> None:
         )
         figures = {
             figure: {way: [one[figure] for one in each] for way, each in found.items()}
-            for figure in ("start", "meet", "questions")
+            for figure in ("start", "meet", "questions", "store")
         }
         result["sizes"][str(ranks)] = figures | {
             "medians": {figure: medians(of) for figure, of in figures.items()}
         }
+    result["calculated"] = calculated(result["sizes"])
     save("meeting", result, args.out)
 
 

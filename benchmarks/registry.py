@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks import views, views_of_ranks
+from benchmarks import views, views_at_scale, views_of_ranks
 from benchmarks.tables import Table, find, tables
 from benchmarks.views import Found, Pictures
 
@@ -103,9 +103,9 @@ class Benchmark:
         return " ".join(["python", *self.words(places)])
 
     def pictures(self, found: Found) -> Pictures:
-        """Its charts, if views.py or views_of_ranks.py has a function of its name."""
+        """Its charts, if one of the modules of views has a function of its name."""
         drawn: Pictures = {}
-        for module in (views, views_of_ranks):
+        for module in (views, views_at_scale, views_of_ranks):
             draw: Callable[[Found], Pictures] = getattr(module, self.result, lambda _: {})
             drawn = draw(found) or drawn
         return drawn
@@ -184,6 +184,11 @@ def growth_of_questions(found: Found) -> float:
     """How many times as much as one of 8 ranks one of 512 asks the store."""
     questions = [found["sizes"][ranks]["medians"]["questions"]["job://"] for ranks in ("8", "512")]
     return questions[1] / questions[0]
+
+
+def with_4096_ranks(found: Found) -> float:
+    """Seconds of rank 0's store, calculated."""
+    return found["calculated"]["4096"]["store"]
 
 
 def waits_for_copy(found: Found) -> float:

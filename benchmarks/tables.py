@@ -105,6 +105,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
+def short(number: float) -> str:
+    """A number as an axis shows it: 512, 4,096, 400 k, 1.28 M."""
+    for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= max(unit, 1e4):
+            return f"{number / unit:.3g} {letter}"
+    return f"{number:,.0f}" if number >= 1e3 else f"{number:g}"
+
+
 def machines(found: Mapping[str, Any]) -> str:
     """The machines of a result, or of its parts, which may have been measured on several."""
     known = [part["machine"] for part in measured(found).values()]

@@ -143,64 +143,6 @@ def same_training(found: Found) -> Pictures:
     return {"same_training": [losses, Curves(words, "step", "share", drawn["accuracy"], step, "")]}
 
 
-def meeting(found: Found) -> Pictures:
-    """Seconds, and questions to the store, by the number of ranks."""
-    medians = {ranks: of["medians"] for ranks, of in found["sizes"].items()}
-    ticks = [int(ranks) for ranks in medians]
-    most = max(medians, key=int)
-    charts = []
-    for figure, what, y in (
-        ("meet", "{:.2g} s", "seconds after the last start"),
-        ("questions", "{:.0f} questions per rank", "questions to the store per rank"),
-    ):
-        rows = {ranks: of[figure] for ranks, of in medians.items()}
-        title = f"{most} ranks meet: {what.format(rows[most]['job://'])}"
-        charts.append(Lines(title, "ranks", y, lines(rows), ticks))
-    return {"meeting": charts}
-
-
-def million(found: Found) -> Pictures:
-    """Seconds and memory of a start by the number of images; memory of an order by samples."""
-    sizes = {size: of["one process"] for size, of in found["folder"].items()}
-    ticks, most = [int(size) for size in sizes], max(sizes, key=int)
-
-    def rows(figure: str, least: float = 0.0) -> dict[str, dict[str, float]]:
-        return {
-            size: {way: max(least, one["medians"][figure]) for way, one in of.items()}
-            for size, of in sizes.items()
-        }
-
-    largest = {way: one["medians"] for way, one in sizes[most].items()}
-    first, *_, theirs = largest.values()
-    later = largest.get("ours, second start", first)
-    charts = [
-        Lines(
-            f"{int(most):,} images: {first['seconds']:.1f} s, and later {later['seconds']:.2g} s",
-            "images",
-            "seconds until the list is there",
-            lines(rows("seconds")),
-            ticks,
-        ),
-        Lines(
-            f"A rank keeps {later['kept_mb']:.2g} MB of its own, torchvision's "
-            f"{theirs['kept_mb']:.0f} MB",
-            "images",
-            "MB of a rank that it shares with nobody",
-            lines(rows("kept_mb", 0.1)),
-            ticks,
-        ),
-    ]
-    orders = {
-        samples: {way: max(0.1, one["mb"]) for way, one in of.items()}
-        for samples, of in found["order"].items()
-    }
-    longest = max(orders, key=int)
-    title = f"The order of {int(longest):,} samples: {orders[longest]['computed']:.2g} MB"
-    y = "MB until the first batch"
-    charts.append(Lines(title, "samples", y, lines(orders), [int(one) for one in orders]))
-    return {"million": charts}
-
-
 def fewer_bytes(found: Found) -> Pictures:
     """Errors against bytes; a line for each way by hand, with a point for each of its settings."""
     points: dict[str, list[tuple[float, float]]] = {}

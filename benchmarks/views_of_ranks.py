@@ -193,34 +193,3 @@ def dataparallel(found: Found) -> Pictures:
     if shares:
         charts.append(Bars("the eight steps by hand", "% of an iteration", shares))
     return {"mnist_dataparallel": charts}
-
-
-def at_scale(found: Found) -> Pictures:
-    """Milliseconds of an all-reduce of the largest model, a chart for each kind of cluster."""
-    model = max(found["gradient_bytes"], key=found["gradient_bytes"].get)
-    charts = []
-    for cluster, of in found["clusters"].items():
-        seconds = of["seconds"][model]
-        drawn = [replace(line, dashes="--") for line in lines(seconds, 1e3)]
-        least, most = min(seconds, key=int), max(seconds, key=int)
-        best = min(seconds[most], key=seconds[most].get)
-        times, network = seconds[most]["flat ring"] / seconds[most][best], cluster.split(" and ")[1]
-        title = f"{network}, {int(most):,} GPUs: {best}, {times:.2g} x one ring"
-        y, ticks = f"ms per all-reduce of {model}'s gradients", [int(least), 64, 512, int(most)]
-        charts.append(Lines(title, "GPUs, in nodes of 8", y, drawn, ticks))
-    return {"at_scale": charts}
-
-
-def large_states(found: Found) -> Pictures:
-    """How long one rank's training waits for a checkpoint, and when it is on the disk, by size."""
-    sizes = {float(size.split()[0]): of for size, of in found["ranks"]["1"].items()}
-    ways = {"until_on_disk": "on the disk", "training_waits": "training waits"}
-    ways |= {"copy": "a copy in memory"}
-    drawn = [
-        Line(name, [*sizes], [of[way] for of in sizes.values()], colour)
-        for (way, name), colour in zip(ways.items(), COLOURS, strict=False)
-    ]
-    most = max(sizes)
-    times = sizes[most]["training_waits"] / sizes[most]["copy"]
-    title = f"{most:g} GB: training waits {times:.2g} times a copy in memory"
-    return {"large_states": [Lines(title, "GB of parameters", "seconds", drawn, [*sizes])]}

@@ -6,15 +6,16 @@ import pytest
 
 from tests.conftest import Programs
 
-RANKS = 64
+RANKS, MANY = 64, 256
 
 
 @pytest.mark.parametrize(
-    ("fault", "code", "first", "last"),
+    ("ranks", "fault", "code", "first", "last"),
     [
-        ("mistake", 2, "error: no such folder: give another", "error: no such folder: give another"),
-        ("exception", 1, r"error: rank \d+: Traceback .*", r"RuntimeError: something is wrong with rank \d+"),
+        (MANY, "mistake", 2, "error: no such folder: give another", "error: no such folder: give another"),
+        (RANKS, "exception", 1, r"error: rank \d+: Traceback .*", r"RuntimeError: something is wrong with rank \d+"),
         (
+            RANKS,
             "exception of one",
             1,
             rf"error: rank {RANKS - 1}: Traceback .*",
@@ -22,8 +23,10 @@ RANKS = 64
         ),
     ],
 )
-def test_of_hundreds_of_ranks_one_speaks(programs: Programs, fault: str, code: int, first: str, last: str) -> None:
-    done = programs.run("-m", "tests.faults.crowd", "--ranks", RANKS, "--fault", fault, code=code)
+def test_of_hundreds_of_ranks_one_speaks(
+    programs: Programs, ranks: int, fault: str, code: int, first: str, last: str
+) -> None:
+    done = programs.run("-m", "tests.faults.crowd", "--ranks", ranks, "--fault", fault, code=code)
     said = [line for line in done.stderr.splitlines() if line.strip()]
     assert re.fullmatch(first, said[0]), done.stderr
     assert re.fullmatch(last, said[-1]), done.stderr
