@@ -13,7 +13,7 @@ from common.launch.errors import UserError
 from common.launch.who.words import State
 
 Member = dict[str, Any]
-PATIENCE = 1.0  # seconds
+PATIENCE = 1.5  # seconds: on a busy machine, a rank that computes takes one
 FILE = "ranks.json"  # in the run's folder, as long as the run goes on
 
 
