@@ -186,11 +186,6 @@ def growth_of_questions(found: Found) -> float:
     return questions[1] / questions[0]
 
 
-def with_4096_ranks(found: Found) -> float:
-    """Seconds of rank 0's store, calculated."""
-    return found["calculated"]["4096"]["store"]
-
-
 def waits_for_copy(found: Found) -> float:
     """How many times as long as a copy in memory takes training waits for a large checkpoint."""
     large = found["ranks"]["1"]["8 GB"]

@@ -6,6 +6,7 @@ the same 32 bytes.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -65,7 +66,7 @@ def seen(samples: int, before: Sequence[int] = ()) -> Seen:
     return Sums(samples, before) if samples >= LARGE else Counts(samples)
 
 
-class _Collected:
+class _Collected(ABC):
     """Numbers of samples, collected until there are enough for `_add_up`."""
 
     def __init__(self) -> None:
@@ -86,8 +87,8 @@ class _Collected:
         filled, self._filled = self._filled, 0
         return self._numbers[:filled]
 
-    def _add_up(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _add_up(self) -> None: ...
 
 
 class Counts(_Collected):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.meeting import OURS, calculated
+from benchmarks.tables import short
 from tests.conftest import Programs
 
 
@@ -27,6 +28,12 @@ def test_more_ranks_are_calculated_from_those_that_were_measured() -> None:
     assert found["4096"]["questions"] == pytest.approx(7 + 6 * 12)
     assert found["4096"]["store"] == pytest.approx(4096 * (7 + 6 * 12) * 2e-5)
     assert calculated(sizes((8,), 2e-5)) == {}, "of one size, nobody knows the growth"
+
+
+def test_numbers_on_an_axis_are_short() -> None:
+    assert [short(number) for number in (8, 0.5, 4096, 16384, 400_000, 1_281_167, 1e9)] == [
+        "8", "0.5", "4,096", "16.4 k", "400 k", "1.28 M", "1 G",
+    ]  # fmt: skip
 
 
 def test_the_time_that_run_adds_is_measured(programs: Programs, tmp_path: Path) -> None:
