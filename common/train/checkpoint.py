@@ -80,7 +80,7 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
-    def save(self, progress: Mapping[str, Any]) -> None:
+    def save(self, progress: Mapping[str, Any], wait: bool = False) -> None:
         """Write a checkpoint. Every rank calls this; rank 0 writes.
 
         Training waits for the copy of the state in memory only, and for the checkpoint before this
@@ -88,14 +88,20 @@ class Checkpoints:
 
         Args:
             progress: plain values; `step` counts the optimizer steps done so far.
+            wait: whether all ranks wait until this one is on the disk, as before its step is named.
 
         Raises:
-            UserError: the one before could not be written.
+            UserError: the one before could not be written, or this one, if it is waited for.
         """
         random: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(random, random_state())
-        if dist.get_rank() != 0:
-            return
+        if dist.get_rank() == 0:
+            self._start_to_write(progress, random)
+        if wait:
+            self.wait()
+            dist.barrier()
+
+    def _start_to_write(self, progress: Mapping[str, Any], random: list[Any]) -> None:
         self.wait()
         state = {name: _copied(part.state_dict()) for name, part in self.parts.items()}
         if torch.cuda.is_initialized():

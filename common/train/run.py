@@ -123,9 +123,9 @@ class Run:
             init_model(init, self.parts["model"])
         self.meters.of_epoch = self.state.losses
         begin(self, resumed=found is not None)
+        self._stop = self._surroundings.enter_context(Stop())  # left last, when all is written
         self._checkpoints = self._surroundings.enter_context(checkpoints)
         self._surroundings.enter_context(self.profile)
-        self._stop = self._surroundings.enter_context(Stop())
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left, from the one in which the resumed run was interrupted."""
@@ -188,16 +188,16 @@ class Run:
         signum = self._stop.agreed()
         last = self.options.save_before_evaluation and state.batch == steps_in_epoch
         if signum or state.step % self.args.checkpoint_every == 0 or last:
-            self._save()
+            self._save(wait=bool(signum))
         if signum:
             raise Stopped(signum, f"checkpoint at step {state.step}; go on with --resume auto")
 
-    def _save(self) -> None:
+    def _save(self, wait: bool = False) -> None:
         self.meters.gather_losses(self.state.step)
         self.state.losses = self.meters.of_epoch
         self.state.seen = self._seen.so_far(self.options.counts) if self.state.batch else []
         self._before_save()
-        self._checkpoints.save(asdict(self.state))
+        self._checkpoints.save(asdict(self.state), wait)
 
     def end_epoch(
         self,

@@ -25,6 +25,7 @@ class Stop:
     def __init__(self, seconds: float = 0.2) -> None:
         self._seconds = seconds
         self._signum = 0
+        self._stopping = False  # all ranks stop after this step
         self._steps = 0  # since the last message
         self._distance = 1  # steps between messages
         self._sent = torch.zeros(2, dtype=torch.int32)
@@ -38,6 +39,8 @@ class Stop:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._work is not None and kind is None:
             self._work.wait()
+        if self._stopping:
+            return  # another signal, as an impatient user's, changes nothing any more
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
@@ -63,4 +66,5 @@ class Stop:
         self._clock, self._steps = now, 0
         self._sent = torch.tensor([self._signum, min(per_step, 2**31 - 1)], dtype=torch.int32)
         self._work = dist.all_reduce(self._sent, dist.ReduceOp.MAX, async_op=True)
+        self._stopping = signum > 0
         return signum

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import ROOT, Programs
 from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TRAININGS, TURNED, Job, Jobs
 from tests.machine import here
-from tests.runs import Eventually, losses, newest_step, result, slow
+from tests.runs import Eventually, losses, mutated, newest_step, result, slow
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval", 0.1, "--nproc-per-node")
 
@@ -131,6 +131,32 @@ def test_ctrl_c_twice_within_a_second_still_saves(
     done = programs.finish(process, 130)
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
     assert line == f"stopped by SIGINT: checkpoint at step {newest_step(tmp_path)}; go on with --resume auto"
+
+
+WRITE, CLOSE = "        write(self.folder, step, state)\n", "            self._log.close(error)\n"
+PAUSE = "import time; time.sleep(1)"
+AGAIN = f"import os; os.kill(os.getpid(), {signal.SIGINT:d})"
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "code"),
+    [
+        ("checkpoint", WRITE, f"        {PAUSE}; {AGAIN}; {PAUSE}\n{WRITE}", 130),
+        ("checkpoint", WRITE, "        raise UserError('full')\n", 2),
+        ("run", CLOSE, f"            {AGAIN}\n{CLOSE}", 130),
+    ],
+    ids=["Ctrl-C while it is written", "it cannot be written", "Ctrl-C after it is written"],
+)
+def test_a_step_is_named_when_it_is_saved(
+    programs: Programs, tmp_path: Path, jobs: Jobs, file: str, before: str, after: str, code: int
+) -> None:
+    """An impatient user's second Ctrl-C does not cut the writing off, and no rank says before that it is done."""
+    stopped = ("common/train/stop.py", "self._signum = 0", f"self._signum = {signal.SIGINT:d}")
+    broken = mutated(tmp_path / "code", stopped, (f"common/train/{file}.py", before, after))
+    done = programs.run(*jobs["mnist_ddp_spawn"].endless, "--nproc", 2, "--out", tmp_path, cwd=broken, code=code)
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
+    saved = f"stopped by SIGINT: checkpoint at step {newest_step(tmp_path)}; go on with --resume auto"
+    assert line == (saved if code == 130 else "error: full")
 
 
 @pytest.mark.parametrize(("program", "nproc"), IN_TURN)
