@@ -44,6 +44,13 @@ def without_word(cut_off: str) -> str:
     return f"no word from rank {', '.join(silent)}" if silent else "all are still here"
 
 
+def await_stops() -> None:
+    """Wait a few seconds until all ranks have stopped, and written what they had to."""
+    if rendezvous.joined is not None:
+        with contextlib.suppress(*UNREACHABLE):
+            _silent("stopped", patience=3.0)
+
+
 def end_together() -> None:
     """Wait a few seconds until all ranks have come to their end.
 
@@ -77,7 +84,11 @@ def _silent(sign: str, patience: float) -> list[str]:
 
 
 def answer(ask: Callable[[], Value], otherwise: Value, seconds: float = 3.0) -> Value:
-    """Ask the store, but not without end: across a network that is cut, no answer comes."""
+    """Ask the store, but not without end: across a network that is cut, no answer comes.
+
+    Hundreds of ranks that ask at once wait longer.
+    """
+    seconds += place.current().world_size / 16
     answers: list[Value] = []
     asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     asking.start()

@@ -48,6 +48,7 @@ REMEDIES = {
     "Multiple Ranks are using the same GPU": "fewer processes than GPUs, or --dist-backend gloo",
 }
 OUTSIDE = "outside of training, nothing to save"
+_ignored = list[int]()  # signals that came when this process was ending already
 
 
 def record(main_worker: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
@@ -72,11 +73,14 @@ def record(main_worker: Callable[Parameters, Returned]) -> Callable[Parameters, 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # one may have come already
             returned = main_worker(*args, **kwargs)
             watcher.leave()
+            _ignore_signals()  # what was asked for is done
             return returned
         except UserError as error:
             _end(f"error: {error}", 2, again=isinstance(error, Absent), together=True)
         except Stopped as stop:
-            _end(_stopped(stop), 128 + stop.signum, together=str(stop) != OUTSIDE)
+            if together := str(stop) != OUTSIDE:
+                last_words.answer(last_words.await_stops, None, 5.0)
+            _end(_stopped(stop), 128 + stop.signum, together=together)
         except Exception as error:
             _ignore_signals()  # torchrun stops the others while this one asks who has ended
             lost = isinstance(error, Lost) or any(words in str(error) for words in LOST)
@@ -100,7 +104,10 @@ def _end(message: str, code: int, again: bool = False, together: bool = False) -
     """
     watcher.leave()
     _ignore_signals()  # one that comes now would be an exception outside of `recorded`
-    if spoke := last_words.answer(last_words.speaks_first, True):
+    spoke = last_words.answer(last_words.speaks_first, True)
+    if not spoke and code in (1, 2) and rendezvous.joined is None:
+        spoke = _is_left_alive(code)
+    if spoke:
         to_terminal(message)
     note(RETRY if again else code, place.current().local_world_size, message, spoke)
     sys.stdout.flush()
@@ -108,6 +115,21 @@ def _end(message: str, code: int, again: bool = False, together: bool = False) -
         last_words.answer(last_words.end_together, None, 5.0)
     # Not sys.exit: the destructors of a process group whose peers are gone may wait for them.
     os._exit(code)
+
+
+def _is_left_alive(code: int) -> bool:
+    """Whether no other process of this node has ended, so that this one has to speak.
+
+    Until the ranks have met, local rank 0 speaks for them, and has to come to it: torchrun ends all
+    as soon as one has ended, so the others wait for that. Their parent ends all after an error, and
+    an error may be that of one rank alone.
+    """
+    patience = {"torchrun": 10.0, "spawn": 5.0 if code == 1 else 0.0}
+    deadline = time.monotonic() + patience.get(place.current().launcher, 0.0)
+    began = deadline > time.monotonic()
+    while began and not _ignored and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return began and not _ignored
 
 
 def _end_as_lost(reason: str) -> None:
@@ -125,7 +147,7 @@ def _ignore_signals() -> None:
     if threading.current_thread() is not threading.main_thread():
         return  # only that one may, and at an abort another one ends the process
     for signum in STOPPING:  # not SIG_IGN: Python would complain of one that a thread just takes
-        signal.signal(signum, lambda *_: None)
+        signal.signal(signum, lambda number, _: _ignored.append(number))
 
 
 def _stop_without_main_thread(patience: float = 2.0) -> None:

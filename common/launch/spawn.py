@@ -106,23 +106,25 @@ class _Watch:
         self.first = 0  # and which was the first
         self.failed: tuple[int, int] | None = None  # local rank and code of the first that failed
         self.deadline = float("inf")
+        self.alive = {process.sentinel: rank for rank, process in enumerate(context.processes)}
 
     def code(self) -> int:
         """Wait until nothing is left; the exit code of the node."""
         previous = {signum: signal.signal(signum, self._pass_on) for signum in STOPPING}
         previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        alive = {process.sentinel: rank for rank, process in enumerate(self.context.processes)}
         try:
-            while alive:
-                limit = min(self.deadline, self.asked[0] + GRACE if self.asked else float("inf"))
-                wait = min(1.0, max(0.0, limit - time.monotonic()))
-                for sentinel in multiprocessing.connection.wait(list(alive), timeout=wait):
-                    self._ended(alive.pop(sentinel))  # type: ignore[arg-type]
-                if time.monotonic() >= limit:
-                    self._kill(sorted(alive.values()))
+            while self.alive:
+                wait = min(1.0, max(0.0, self.deadline - time.monotonic()))
+                for sentinel in multiprocessing.connection.wait(list(self.alive), timeout=wait):
+                    self._ended(self.alive.pop(sentinel))  # type: ignore[arg-type, index]
+                if time.monotonic() >= self.deadline:
+                    self._kill()
         finally:
-            for signum, handler in previous.items():
+            # On the way out, one more signal would say that nothing was saved.
+            stopped = self.asked and self.failed
+            deaf = {signum: lambda *_: None for signum in STOPPING if stopped}
+            for signum, handler in (previous | deaf).items():
                 signal.signal(signum, handler)
         return self._meaning()
 
@@ -131,16 +133,20 @@ class _Watch:
         if self.asked and now - self.asked[0] < TWICE:
             return
         self.asked.append(now)
-        self.first = self.first or signum
-        for process in self.context.processes:
-            if process.is_alive():  # the second signal does not wait for a checkpoint
-                os.kill(process.pid, signum if len(self.asked) == 1 else signal.SIGKILL)
+        if len(self.asked) == 1:
+            self.first, self.deadline = signum, min(self.deadline, now + GRACE)
+        for rank in self.alive.values():  # the second signal does not wait for a checkpoint
+            self._send(rank, signum if len(self.asked) == 1 else signal.SIGKILL)
+
+    def _send(self, local_rank: int, signum: int) -> None:
+        """Send a signal to a worker, which may have just ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.context.processes[local_rank].pid, signum)
 
     def _ask(self, signum: int, _: FrameType | None) -> None:
         """Have one worker print what all ranks do."""
-        alive = [process for process in self.context.processes if process.is_alive()]
-        for process in alive[:1]:
-            os.kill(process.pid, signum)
+        for rank in sorted(self.alive.values())[:1]:
+            self._send(rank, signum)
 
     def _ended(self, local_rank: int) -> None:
         process = self.context.processes[local_rank]
@@ -148,8 +154,8 @@ class _Watch:
         if process.exitcode == 0 or self.failed is not None:
             return
         self.failed = local_rank, process.exitcode
-        # The others may be printing their own error, or finish a step after a signal.
-        self.deadline = time.monotonic() + (GRACE if self.asked else 2.0)
+        if not self.asked:  # the others may be printing their own error
+            self.deadline = time.monotonic() + 2.0
         if process.exitcode > 0 or self.asked:
             return
         name = signal.Signals(-process.exitcode).name
@@ -162,14 +168,16 @@ class _Watch:
             f"too. {advice}"
         )
 
-    def _kill(self, alive: list[int]) -> None:
-        if alive and self.asked:
+    def _kill(self) -> None:
+        self.deadline = float("inf")
+        if self.alive and self.asked:
+            late = listed(sorted(self.alive.values()))
             complain(
-                f"local rank(s) {listed(alive)} did not stop within {GRACE:g} s and were killed; "
+                f"local rank(s) {late} did not stop within {GRACE:g} s and were killed; "
                 f"what was saved is the last checkpoint"
             )
-        for process in self.context.processes:
-            process.kill()
+        for rank in self.alive.values():
+            self._send(rank, signal.SIGKILL)
 
     def _meaning(self) -> int:
         if self.failed is None:

@@ -206,7 +206,13 @@ def main(place: Place, args: Args) -> None:
         say(f"member {number} is process {process.pid}")
 
     def stop(signum: int, _: object) -> None:
-        complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
+        for again in STOPPING:
+            signal.signal(again, lambda *_: None)
+        first = b"parent"  # a terminal's Ctrl-C reaches the members, too, and one line is enough
+        with suppress(dist.DistError):
+            first = store.compare_set("end reported", "", "parent")
+        if first == b"parent":
+            complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
         raise SystemExit(128 + signum)
 
     for signum in STOPPING:

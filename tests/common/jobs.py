@@ -228,6 +228,14 @@ def stops(args: Args) -> None:
                 raise Stopped(signum, f"after step {step}")
 
 
+def deaf(args: Args) -> None:
+    """All ranks remember a signal, and come to no end of a step at which they would stop."""
+    with Stop():
+        put("deaf")
+        while True:
+            time.sleep(1)
+
+
 def checks(args: Args) -> None:
     """The checks hold for a true run and fail for false ones."""
     torch.manual_seed(0)
@@ -407,6 +415,7 @@ JOBS = {
     "ignores": ignores,
     "waits": waits,
     "stops": stops,
+    "deaf": deaf,
     "checks": checks,
     "sums": sums,
     "resumes": resumes,

@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import ROOT, Programs
 from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TRAININGS, TURNED, Job, Jobs
 from tests.machine import here
-from tests.runs import Eventually, losses, mutated, newest_step, result, slow
+from tests.runs import Eventually, losses, mutated, newest_step, result
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval", 0.1, "--nproc-per-node")
 
@@ -135,6 +135,7 @@ def test_ctrl_c_twice_within_a_second_still_saves(
 
 WRITE, CLOSE = "        write(self.folder, step, state)\n", "            self._log.close(error)\n"
 PAUSE = "import time; time.sleep(1)"
+LATE = "import time; time.sleep(dist.get_rank() == 0); print('warning: closed', file=__import__('sys').stderr)"
 AGAIN = f"import os; os.kill(os.getpid(), {signal.SIGINT:d})"
 
 
@@ -144,8 +145,9 @@ AGAIN = f"import os; os.kill(os.getpid(), {signal.SIGINT:d})"
         ("checkpoint", WRITE, f"        {PAUSE}; {AGAIN}; {PAUSE}\n{WRITE}", 130),
         ("checkpoint", WRITE, "        raise UserError('full')\n", 2),
         ("run", CLOSE, f"            {AGAIN}\n{CLOSE}", 130),
+        ("run", CLOSE, f"            {LATE}\n{CLOSE}", 130),
     ],
-    ids=["Ctrl-C while it is written", "it cannot be written", "Ctrl-C after it is written"],
+    ids=["Ctrl-C while it is written", "it cannot be written", "Ctrl-C after it is written", "rank 0 ends later"],
 )
 def test_a_step_is_named_when_it_is_saved(
     programs: Programs, tmp_path: Path, jobs: Jobs, file: str, before: str, after: str, code: int
@@ -156,7 +158,7 @@ def test_a_step_is_named_when_it_is_saved(
     done = programs.run(*jobs["mnist_ddp_spawn"].endless, "--nproc", 2, "--out", tmp_path, cwd=broken, code=code)
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("warning: ")]
     saved = f"stopped by SIGINT: checkpoint at step {newest_step(tmp_path)}; go on with --resume auto"
-    assert line == (saved if code == 130 else "error: full")
+    assert line == done.stderr.splitlines()[-1] == (saved if code == 130 else "error: full")
 
 
 @pytest.mark.parametrize(("program", "nproc"), IN_TURN)
@@ -398,12 +400,27 @@ def test_no_code_in_a_checkpoint_is_executed_by_a_program(
     assert not (tmp_path / "executed").exists()
 
 
+# After a step, in which they are connected, the ranks wait for the end of what is done to them.
+OWN, TRAINER = "            self._end_step(total)\n", "        self.run.state.step = state.global_step\n"
+WAIT = "while state.{0} > 8 and ({1}.args.out / 'hold').exists():\n{2}__import__('time').sleep(0.05)\n"
+HELD = (
+    ("common/train/run.py", OWN, f"{OWN}{' ' * 12}{WAIT.format('step', 'self', ' ' * 16)}"),
+    (
+        "examples/bert_dp/trainer_parts.py",
+        TRAINER,
+        f"{TRAINER}{' ' * 8}{WAIT.format('global_step', 'self.run', ' ' * 12)}",
+    ),
+)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_strangers_at_every_port_change_nothing(
     programs: Programs, tmp_path: Path, jobs: Jobs, program: str, eventually: Eventually
 ) -> None:
     """2,000 connections with garbage to each port, of the store and of gloo."""
-    job, code = jobs[program], jobs.broken("slow", slow(0.1))
+    job, code, hold = jobs[program], jobs.broken("held", *HELD), tmp_path / "out" / "hold"
+    hold.parent.mkdir()
+    hold.touch()
     process = programs.start(*job.words, *job.every, "--nproc", NPROC, "--out", tmp_path / "out", cwd=code)
     eventually(lambda: newest_step(tmp_path / "out") >= 3, 100, "step 3")
     ports = sorted(port for _, port in programs.ports())
@@ -417,6 +434,7 @@ def test_strangers_at_every_port_change_nothing(
                 made += 1
     assert made > 0.99 * 2000 * len(ports)
     assert process.poll() is None, "still training"
+    hold.unlink()
     done = programs.finish(process)
     assert errors(done) == []
     assert result(tmp_path / "out")["parameter_hash"] == result(jobs.whole(program))["parameter_hash"]
