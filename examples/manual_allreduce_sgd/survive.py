@@ -43,9 +43,7 @@ from examples.manual_allreduce_sgd.allreduce import ring
 from examples.manual_allreduce_sgd.membership import NOTHING, Membership, TooLate, communication
 from examples.manual_allreduce_sgd.replica import Replica
 
-TRIES = (
-    10  # of one step: so many failures in a row come from a bug, or a network that does not work
-)
+TRIES = 10  # of one step: more failures in a row come from a bug, or a network that does not work
 
 
 @dataclass(frozen=True)
