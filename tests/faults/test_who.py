@@ -131,6 +131,7 @@ def rank(number: int, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
             [rank(0, call("recv", 4, peer=1)), rank(1, call("all_reduce", 9))],
             "rank 0 is in recv 4 from rank 1 (2 MB, train.py:61), which is in all_reduce 9 (2 MB, train.py:61)",
         ),
+        ([rank(0), rank(1, silent="gone"), rank(2, silent="gone")], "ranks 1, 2 have ended"),
         (
             [rank(0, call("all_reduce", 3)), rank(1, silent="no answer")],
             "rank 1 gives no answer: look at the machine, and at the network to it; "

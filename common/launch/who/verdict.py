@@ -51,7 +51,7 @@ _ABSENT: dict[str, Callable[[Sequence[State]], str]] = {
             f"kill -CONT {state['pid']} lets it go on"
         )
     ),
-    "gone": lambda states: are([s["rank"] for s in states]) + " gone: the process has ended",
+    "gone": lambda states: are([s["rank"] for s in states], "has ended", "have ended"),
     "no answer": lambda states: (
         are([s["rank"] for s in states], "gives", "give")
         + " no answer: look at the machine, and at the network to it"
