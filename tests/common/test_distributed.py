@@ -316,9 +316,19 @@ def test_a_signal_at_a_bad_moment(programs: Programs, program: str) -> None:
     assert (done.stdout, done.stderr) == ("", "stopped by SIGINT: outside of training, nothing to save\n")
 
 
-@pytest.mark.parametrize("after", [0.2, 0.3, 0.4, 1.0])
-def test_ctrl_c_during_start_up(programs: Programs, after: float) -> None:
+def catches(pid: int, signum: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    caught = Path(f"/proc/{pid}/status").read_text().partition("SigCgt:")[2].split()[0]
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.2, 0.3, 0.4, 1.0])
+def test_ctrl_c_during_start_up(
+    programs: Programs, after: float, eventually: Callable[[Callable[[], object], float, str], None]
+) -> None:
+    """At any moment after `start` has set its handlers, that of SIGTERM last."""
     process = programs.start(*JOBS, "ignores", "--nproc", 2)
+    eventually(lambda: catches(process.pid, signal.SIGTERM), 60, "its handlers")
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)
     done = programs.finish(process, 130, limit=20)
