@@ -33,6 +33,7 @@ from common.launch.place import Place
 from common.launch.record import record
 from common.launch.rendezvous import JOB
 from common.launch.spawn import launch
+from common.launch.who import watcher
 from common.train.checkpoint import Checkpoints
 from common.train.checks import CheckError, check_replicas, check_seen_once, parameter_hash
 from common.train.ddp import warm_up_buckets
@@ -192,9 +193,11 @@ def abandoned(args: Args) -> None:
 
 
 def quiet(args: Args) -> None:
-    """All ranks do nothing for a while after a collective, and so each looks for one that has not ended."""
+    """All ranks do nothing after a collective until each has looked for one that has not ended."""
     dist.all_reduce(torch.ones(3))
-    time.sleep(1.5)
+    assert watcher.watching is not None
+    while watcher.watching._active[0] == 0:  # it looks when nothing has happened for a second
+        time.sleep(0.1)
     put([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules])
 
 
