@@ -4,8 +4,10 @@ import csv
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from tests.conftest import ROOT
@@ -90,6 +92,19 @@ def newest_step(out: Path) -> int:
     ours = [path.name for path in (out / "checkpoints").glob("step-*.pt")]
     trainers = [path.parent.name for path in (out / "checkpoints").glob("checkpoint-*/seal.json")]
     return max((int(name.split("-")[1]) for name in ours + trainers), default=0)
+
+
+def stopped_inside_an_epoch(process: Popen[str], out: Path, after: int, steps: int) -> bool:
+    """Stop a run (SIGSTOP, all its processes) whose newest checkpoint is that of step `after` or a later one, and not
+    that of the end of an epoch, which has so many steps. Ask again and again; between, it goes on.
+    """
+    if newest_step(out) < after:
+        return False
+    os.killpg(process.pid, signal.SIGSTOP)
+    inside = newest_step(out) % steps != 0
+    if not inside:
+        os.killpg(process.pid, signal.SIGCONT)
+    return inside
 
 
 def tiny_imagenet(folder: Path, *changes: tuple[str, str, str]) -> Path:

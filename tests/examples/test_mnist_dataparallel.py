@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,17 @@ from tests.conftest import Programs
 from tests.examples.test_mnist_ddp_spawn import plain_loop
 from tests.machine import here
 from tests.make_data import write_idx
-from tests.runs import NO_GPU, Eventually, Result, check_predictions, losses, mutated, newest_step, result
+from tests.runs import (
+    NO_GPU,
+    Eventually,
+    Result,
+    check_predictions,
+    losses,
+    mutated,
+    newest_step,
+    result,
+    stopped_inside_an_epoch,
+)
 
 TRAIN = ("-m", "examples.mnist_dataparallel")
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -541,7 +552,8 @@ def test_killed_and_resumed_is_bit_identical(
     steps = []
     for goal in (30, 100):
         process = programs.start(*flags, "--resume", "auto")
-        eventually(lambda goal=goal: newest_step(tmp_path) >= goal, 100, f"step {goal}")
+        inside = partial(stopped_inside_an_epoch, process, tmp_path, goal, 12)
+        eventually(inside, 100, f"a checkpoint inside of an epoch, of step {goal} or later")
         programs.kill()
         process.communicate()
         steps.append(newest_step(tmp_path))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ from tests.runs import (
     predictions,
     result,
     shown,
+    stopped_inside_an_epoch,
 )
 
 TRAIN = ("-m", "examples.mnist_ddp_spawn")
@@ -321,7 +323,8 @@ def test_killed_and_resumed_is_bit_identical(
     steps = []
     for goal in (30, 100):
         process = programs.start(*flags, "--resume", "auto")
-        eventually(lambda goal=goal: newest_step(tmp_path) >= goal, 100, f"step {goal}")
+        inside = partial(stopped_inside_an_epoch, process, tmp_path, goal, 12)
+        eventually(inside, 100, f"a checkpoint inside of an epoch, of step {goal} or later")
         programs.kill()  # every process at once, as when a machine is lost
         process.communicate()
         with (tmp_path / "metrics.jsonl").open("a") as file:
