@@ -124,11 +124,13 @@ class Programs:
         """Addresses (as the kernel writes them) and ports at which the test's processes listen, over TCP."""
         inodes = set()
         for pid in self.left():
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    target = str(descriptor.readlink())
-                    if target.startswith("socket:["):
-                        inodes.add(target[8:-1])
+            with contextlib.suppress(OSError):  # it may have gone
+                descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+                for descriptor in descriptors:
+                    with contextlib.suppress(OSError):
+                        target = str(descriptor.readlink())
+                        if target.startswith("socket:["):
+                            inodes.add(target[8:-1])
         found = set()
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -140,18 +142,23 @@ class Programs:
 
     def worker(self, rank: int) -> int:
         """The process of a rank, whether torchrun or the program itself has started it."""
-        marked = set(self.left())
-        parents, servers = {}, set()
-        for pid in marked:
+        parents, began, servers = {}, {}, set()
+        for pid, command in self.left().items():
             folder = Path(f"/proc/{pid}")
-            name = (folder / "comm").read_text().strip().partition(":")[2]
-            if f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0") or name == str(rank):
+            try:
+                name = (folder / "comm").read_text().strip().partition(":")[2]
+                ranked = f"RANK={rank}".encode() in (folder / "environ").read_bytes().split(b"\0")
+                status = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has gone
+                continue
+            if ranked or name == str(rank):
                 return pid
-            parents[pid] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if name == "srv" or "forkserver" in (folder / "cmdline").read_text():
+            parents[pid], began[pid] = int(status[1]), int(status[19])  # in ticks of the clock: numbers begin again
+            if name == "srv" or "forkserver" in command:
                 servers.add(pid)  # the server and all that is forked by it
         first = {pid for pid in servers if parents[pid] not in servers}
-        return sorted(pid for pid in servers if parents[pid] in first)[rank]  # they start in the order of ranks
+        ranks = sorted((began[pid], pid) for pid in servers if parents[pid] in first)
+        return ranks[rank][1]  # they start in the order of ranks
 
     def gone(self, within: float = 5) -> bool:
         """Whether nothing is left, after waiting a moment for it."""
