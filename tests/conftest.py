@@ -26,10 +26,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Mark what needs real data, and leave out what needs a GPU where there is none: pytest counts it as deselected."""
-    default = config.getini("timeout") if config.getoption("timeout") is None else config.getoption("timeout")
     for item in items:
-        marker = item.get_closest_marker("timeout")
-        item.add_marker(pytest.mark.timeout(here(float(marker.args[0] if marker else default))), append=False)
         if "real_data" in getattr(item, "fixturenames", ()):
             item.add_marker("data")
     yield  # for -m and -k: what they leave out need not wait for torch
@@ -40,6 +37,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             items[:] = [item for item in items if item not in gpu]
             config.hook.pytest_deselected(items=gpu)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give a test the time that the load at its start, not that of the collection, makes it take."""
+    limit, marker = item.config.getoption("timeout"), item.get_closest_marker("timeout")
+    limit = item.config.getini("timeout") if limit is None else limit
+    limit = marker.args[0] if marker else limit
+    item.add_marker(pytest.mark.timeout(here(float(limit))), append=False)
+    return (yield)
 
 
 @dataclass
@@ -98,12 +105,17 @@ class Programs:
         self, process: subprocess.Popen[str], code: int = 0, limit: float = 120
     ) -> subprocess.CompletedProcess[str]:
         """Wait for a program and check its exit code."""
-        try:
-            out, err = process.communicate(timeout=here(limit))
-        except subprocess.TimeoutExpired:
-            self.kill()
-            out, err = process.communicate()
-            pytest.fail(f"{process.args} did not end within {here(limit):.0f} s\n{out}\n{err}")
+        started, bound = time.monotonic(), here(limit)
+        while True:
+            try:
+                out, err = process.communicate(timeout=max(0.0, min(1.0, started + bound - time.monotonic())))
+                break
+            except subprocess.TimeoutExpired:
+                bound = max(bound, here(limit))  # the load may have risen
+                if time.monotonic() - started >= bound:
+                    self.kill()
+                    out, err = process.communicate()
+                    pytest.fail(f"{process.args} did not end within {bound:.0f} s\n{out}\n{err}")
         assert process.returncode == code, f"{process.args}\nended with {process.returncode}\n{out}\n{err}"
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -210,9 +222,10 @@ def eventually() -> Callable[[Callable[[], object], float, str], None]:
     """Wait for a condition."""
 
     def wait(condition: Callable[[], object], limit: float, what: str) -> None:
-        started = time.monotonic()
+        started, bound = time.monotonic(), 0.0
         while not condition():
-            assert time.monotonic() - started < here(limit), f"{what}: not within {here(limit):.0f} s"
+            bound = max(bound, here(limit))
+            assert time.monotonic() - started < bound, f"{what}: not within {bound:.0f} s"
             time.sleep(0.02)
 
     return wait
