@@ -187,8 +187,10 @@ def abandoned(args: Args) -> None:
     patient = dist.new_group(timeout=timedelta(seconds=60))  # gloo itself would raise an exception
     assert isinstance(patient, dist.ProcessGroup)
     if dist.get_rank() == dist.get_world_size() - 1:
-        threading.Timer(args.launch.timeout + 0.2, os.abort).start()
-        dist.all_reduce(torch.ones(3), group=patient)
+        work = dist.all_reduce(torch.ones(3), group=patient, async_op=True)
+        assert work is not None
+        threading.Timer(args.launch.timeout + 0.2, os.abort).start()  # the call has been recorded
+        work.wait()
     time.sleep(30)
 
 
