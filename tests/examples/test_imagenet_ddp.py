@@ -45,6 +45,7 @@ from tests.runs import (
     newest_step,
     predictions,
     result,
+    slow,
     tiny_imagenet,
 )
 
@@ -174,12 +175,13 @@ def test_killed_and_resumed_is_bit_identical(
         "auto",
         folder,
     )
-    process = programs.start(*flags, cwd=tiny)
+    code = tiny_imagenet(tmp_path / "slow", slow(0.1))
+    process = programs.start(*flags, cwd=code)
     eventually(lambda: newest_step(tmp_path) >= 20, 100, "step 20")
     programs.kill()
     process.communicate()
     stopped = newest_step(tmp_path)
-    process = programs.start(*flags, cwd=tiny)
+    process = programs.start(*flags, cwd=code)
     eventually(lambda: newest_step(tmp_path) >= stopped + 8, 100, "8 steps more")
     started = time.monotonic()
     os.killpg(process.pid, signal.SIGTERM)  # as `timeout` and SLURM do: loader workers get it, too
