@@ -52,16 +52,22 @@ def test_six_kills_in_a_row(
 
 
 def agent(
-    programs: Programs, port: int, tiny: Path, out: Path, *more: object, nodes: str = "1:2"
+    programs: Programs, port: int, tiny: Path, out: Path, *more: object, hosts: bool, nodes: str = "1:2"
 ) -> "subprocess.Popen[str]":
     """A node: torchrun with one worker, which meets the other at a port of this machine. Its output: `out`/log."""
     return programs.start(
         *TORCHRUN, "--nnodes", nodes, "--nproc-per-node", 1, "--max-restarts", 9, "--monitor-interval", 0.1,
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job",
-        "--local-addr", "127.0.0.1", "--rdzv-conf", QUICK,
+        "--local-addr", "127.0.0.1", "--rdzv-conf", f"{QUICK},is_host={int(hosts)}",
         *TRAIN, *FLAGS, "--checkpoint-every", EVERY, "--out", out, *more,
         cwd=tiny, log=out / "log", env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
+
+
+def rank_of(programs: Programs, node: "subprocess.Popen[str]") -> int:
+    """The rank of the worker of one of two nodes: torch orders nodes by their process numbers, not by their starts."""
+    parents = [Path(f"/proc/{programs.worker(rank)}/stat").read_text().rpartition(")")[2].split()[1] for rank in (0, 1)]
+    return parents.index(str(node.pid))
 
 
 @pytest.mark.timed
@@ -75,14 +81,15 @@ def test_a_node_is_lost_and_comes_back(
 
     code = tiny_imagenet(tmp_path / "code", RECORD)
     more = ("--epochs", 2000, folder)
-    first = agent(programs, free_port, code, tmp_path, *more)
-    time.sleep(0.5)  # the first one hosts the rendezvous, and stays
-    second = agent(programs, free_port, code, tmp_path, *more)
-    eventually(lambda: newest_step(tmp_path) >= 12, 60, "step 12")
-    lost = [second.pid, programs.worker(1)]
-    for pid in lost:
+    first = agent(programs, free_port, code, tmp_path, *more, hosts=True)
+    second = agent(programs, free_port, code, tmp_path, *more, hosts=False)
+    eventually(lambda: said(", 2 x cpu"), 60, "two nodes")  # the first may have begun alone
+    begun = newest_step(tmp_path)
+    eventually(lambda: newest_step(tmp_path) >= begun + 12, 60, "12 steps")
+    for pid in (second.pid, programs.worker(rank_of(programs, second))):
         os.kill(pid, signal.SIGKILL)
     second.wait()
+    before = (tmp_path / "log").read_text().count("world 1 -> 2")
     started = time.monotonic()
     eventually(
         lambda: said("warning: continuing with 1 node(s), world 2 -> 1: the same samples follow in the same order"),
@@ -90,10 +97,11 @@ def test_a_node_is_lost_and_comes_back(
         "training with one node",
     )
     assert time.monotonic() - started < here(15)
-    second = agent(programs, free_port, code, tmp_path, *more)
+    second = agent(programs, free_port, code, tmp_path, *more, hosts=False)
     started = time.monotonic()
+    back = "warning: continuing with 2 node(s), world 1 -> 2: the same samples follow in the same order"
     eventually(
-        lambda: said("warning: continuing with 2 node(s), world 1 -> 2: the same samples follow in the same order"),
+        lambda: said(back, before + 1),
         60,
         "training with two nodes",
     )
@@ -119,7 +127,7 @@ def test_workers_end_with_their_agent(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, free_port: int, eventually: Eventually
 ) -> None:
     """SIGKILL of torchrun's agent: nobody would wait for the workers, restart them, or stop them."""
-    node = agent(programs, free_port, tiny, tmp_path, "--epochs", 2000, folder, nodes="1")
+    node = agent(programs, free_port, tiny, tmp_path, "--epochs", 2000, folder, hosts=True, nodes="1")
     eventually(lambda: newest_step(tmp_path) >= 6, 60, "step 6")
     node.kill()
     node.wait()
@@ -132,21 +140,23 @@ def test_the_rendezvous_host_is_lost(
     eventually: Eventually,
 ) -> None:  # fmt: skip
     """The other node ends soon, with an error; both started again end with the bits of an undisturbed run."""
-    host = agent(programs, free_port, tiny, tmp_path, folder, nodes="2")
-    time.sleep(0.5)
-    other = agent(programs, free_port, tiny, tmp_path, folder, nodes="2")
+    host = agent(programs, free_port, tiny, tmp_path, folder, hosts=True, nodes="2")
+    other = agent(programs, free_port, tiny, tmp_path, folder, hosts=False, nodes="2")
     eventually(lambda: newest_step(tmp_path) >= 12, 60, "step 12")
-    for pid in (host.pid, programs.worker(0)):
+    rank = rank_of(programs, host)
+    for pid in (host.pid, programs.worker(rank)):
         os.kill(pid, signal.SIGKILL)
     started = time.monotonic()
     assert other.wait(here(20)) != 0
     assert time.monotonic() - started < here(5)
     host_named = (
-        r"lost another process \((the host of the rendezvous, 127\.0\.0\.1:\d+, is gone, too,|no word from rank 0)"
+        r"lost another process "
+        rf"\((the host of the rendezvous, 127\.0\.0\.1:\d+, is gone, too,|no word from rank {rank})"
     )
     assert re.search(host_named, (tmp_path / "log").read_text())
     host.wait()
-    nodes = [agent(programs, free_port, tiny, tmp_path, "--resume", "auto", folder, nodes="2") for _ in range(2)]
+    again = ("--resume", "auto", folder)
+    nodes = [agent(programs, free_port, tiny, tmp_path, *again, hosts=hosts, nodes="2") for hosts in (True, False)]
     for node in nodes:
         assert node.wait(here(100)) == 0
     assert same(tmp_path, undisturbed[2])
