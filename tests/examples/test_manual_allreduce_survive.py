@@ -17,6 +17,7 @@ from common.launch.errors import Lost
 from examples.manual_allreduce_sgd.membership import Membership, leave_group
 from tests.conftest import Programs
 from tests.examples.test_manual_allreduce_sgd import plain_loop
+from tests.machine import here
 from tests.runs import Eventually, mutated, result
 
 FOLDER = "examples/manual_allreduce_sgd"
@@ -123,7 +124,7 @@ MOMENTS = {
 def test_a_lost_rank_does_not_end_the_job(programs: Programs, tmp_path: Path, data: ImageData, moment: str) -> None:
     faults, then = MOMENTS[moment]
     folder, out = with_faults(tmp_path / "project", tuple(faults)), tmp_path / "out"
-    short = 2 if faults[0][0] == "agreed" else 60  # a group that connects waits for all
+    short = round(here(2)) if faults[0][0] == "agreed" else 60  # a group that connects waits for all
     words = (*SURVIVE, "--nproc", 3, "--timeout", short, "--dataset", data.name, "--out", out)
     programs.run(*words, cwd=folder)
     last = [] if then[-1][0] == STEPS else [(STEPS, then[-1][1])]
@@ -188,7 +189,7 @@ def test_a_silent_rank_is_given_up_and_comes_back(
     """As on a machine that hangs for a while: no connection closes."""
     faults: tuple[Fault, ...] = (("before", 1, 4, STOP),)
     folder, out, log = with_faults(tmp_path / "project", faults, *WAIT), tmp_path / "out", tmp_path / "log"
-    words = (*SURVIVE, "--nproc", 3, "--timeout", 3, "--dataset", data.name, "--out", out)
+    words = (*SURVIVE, "--nproc", 3, "--timeout", round(here(3)), "--dataset", data.name, "--out", out)
     process = programs.start(*words, cwd=folder, log=log)
     eventually(lambda: "after step 4: members 0, 2\n" in log.read_text(), 60, "the others go on")
     (silent,) = re.findall(r"^member 1 is process (\d+)$", log.read_text(), re.MULTILINE)

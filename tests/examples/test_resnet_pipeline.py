@@ -31,7 +31,7 @@ from examples.resnet_pipeline.images import loaders
 from tests import warm
 from tests.conftest import Programs
 from tests.machine import here
-from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result
+from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result, slow
 
 warm.ALSO += ["torch.distributed.pipelining"]
 
@@ -201,7 +201,7 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
     programs: Programs, tmp_path: Path, trained: dict[str, Path], eventually: Eventually
 ) -> None:
     flags = (*TRAIN, *SMALL, "--out", tmp_path, "--checkpoint-every", 1, "--resume", "auto")
-    process = programs.start(*flags, "--nproc", 3)
+    process = programs.start(*flags, "--nproc", 3, cwd=mutated(tmp_path / "slow", slow(0.5)))
     eventually(lambda: newest_step(tmp_path) >= 2, 100, "step 2")
     process.send_signal(signal.SIGTERM)
     done = programs.finish(process, 143)
@@ -223,7 +223,7 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
     ("engine", "signum", "what"),
     [
         ("hand", signal.SIGKILL, r"pipeline rank 1 of 3 \(rank 1\) ended while pipeline rank "),
-        ("hand", signal.SIGSTOP, r"pipeline rank 1 of 3 \(rank 1\) was silent for 4 s while pipeline rank "),
+        ("hand", signal.SIGSTOP, r"pipeline rank 1 of 3 \(rank 1\) was silent for TIMEOUT s while pipeline rank "),
         ("torch", signal.SIGKILL, "a neighbour of pipeline rank [02] ended or fell silent: "),
         ("torch", signal.SIGSTOP, "a neighbour of pipeline rank [02] ended or fell silent: "),
     ],
@@ -231,18 +231,20 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
 def test_a_lost_stage_is_named_and_ends_all(
     programs: Programs, tmp_path: Path, eventually: Eventually, engine: str, signum: signal.Signals, what: str
 ) -> None:
-    flags = ("--epochs", 500, "--timeout", 4, "--checkpoint-every", 1, "--engine", engine)
+    timeout = round(here(4))
+    flags = ("--epochs", 500, "--timeout", timeout, "--checkpoint-every", 1, "--engine", engine)
     process = programs.start(*TRAIN, *SMALL, *flags, "--nproc", 3, "--out", tmp_path)
     eventually(lambda: newest_step(tmp_path) >= 2, 100, "step 2")
     started = time.monotonic()
     os.kill(programs.worker(1), signum)
-    done = programs.finish(process, 1)
-    assert time.monotonic() - started < here(4 + 8), "the timeout, and two seconds for others to report"
+    done = programs.finish(process, 1, timeout + 120)
+    assert time.monotonic() - started < timeout + here(8), "the timeout, and two seconds for others to report"
     lines = [line for line in done.stderr.splitlines() if line.startswith("error: rank")]
     assert len(lines) == 1, done.stderr
     # by the stage that waits for it, or between the steps by whoever waits for all; who computes has not noticed yet,
     # but of a process that was killed the launcher says which one it is
     others = "(0, )?1(, 2)?" if engine == "torch" or signum == signal.SIGKILL else "1(, 2)?"
+    what = what.replace("TIMEOUT", str(timeout))
     assert re.search(rf"{what}|no word from rank {others} in step ", lines[0]), lines[0]
     assert ("error: the process with local rank 1 was ended by SIGKILL" in done.stderr) == (signum == signal.SIGKILL)
     assert "Traceback" not in done.stderr
