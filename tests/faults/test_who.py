@@ -71,13 +71,13 @@ SAID = {
 def test_a_mistake_is_named(programs: Programs, tmp_path: Path, name: str, eventually: Eventually) -> None:
     """With 2, 3 and 4 ranks: a row for each, and one sentence, at most 2 s after --timeout."""
     logs = {size: tmp_path / f"log-{size}" for size in SIZES}
-    words = ("-m", "tests.faults.mistakes", name, "--timeout", TIMEOUT, "--nproc")
+    timeout = round(here(TIMEOUT))
+    words = ("-m", "tests.faults.mistakes", name, "--timeout", timeout, "--nproc")
     jobs = {size: programs.start(*words, size, log=log) for size, log in logs.items()}
-    limit = here(TIMEOUT + 2)
     for log in logs.values():
         eventually(lambda log=log: re.search("^rank  node .*", log.read_text(), re.MULTILINE), 60, "the table")
         (mistaken,) = re.findall(r"mistake at (\S+)", log.read_text())
-        assert log.stat().st_mtime - float(mistaken) < limit, "or later, when the error is written, too"
+        assert log.stat().st_mtime - float(mistaken) < timeout + here(2), "or later, when the error is written, too"
     for size, job in jobs.items():
         job.wait(here(60))
         check(name, size, logs[size].read_text())
@@ -150,7 +150,7 @@ def test_what_is_wrong_follows_from_the_answers(states: list[dict[str, Any]], se
 def test_without_torchs_recorder_no_call_is_guessed(programs: Programs) -> None:
     env = {"TORCH_FR_BUFFER_SIZE": "0"}
     done = programs.run(
-        "-m", "tests.faults.mistakes", "extra_collective", "--nproc", 2, "--timeout", 3, env=env, code=1
+        "-m", "tests.faults.mistakes", "extra_collective", "--nproc", 2, "--timeout", round(here(3)), env=env, code=1
     )
     assert re.search(
         r"^no call is known \(before the first one, or torch does not record them\): "
@@ -182,7 +182,7 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     job.send_signal(signal.SIGUSR1)
     stopped = r"rank 1 is stopped \(by SIGSTOP or a debugger\): kill -CONT \d+ lets it go on; rank 0 .*"
     eventually(lambda: re.search(stopped, log.read_text()), 20, "the table in the run's output")
-    assert re.search(stopped, says(programs, out))
+    eventually(lambda: re.search(stopped, says(programs, out)), 20, "the same by common.who")
     os.kill(programs.worker(1), signal.SIGCONT)
     job.send_signal(signal.SIGTERM)
     assert job.wait(here(60)) == 143
