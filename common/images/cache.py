@@ -211,8 +211,11 @@ def _name(chunk: int) -> str:
 def _digest(root: Path, names: Sequence[str]) -> str:
     digest, base = hashlib.sha256(MAGIC), str(root)
     for name in names:
-        status = os.stat(os.path.join(base, name))  # noqa: PTH116, PTH118 - twice as fast as Path
-        entry = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
+        try:
+            status = os.stat(os.path.join(base, name))  # noqa: PTH116, PTH118 - faster than Path
+            entry = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
+        except OSError:  # a link to nothing: it is named, or skipped, when it is decoded
+            entry = f"{name}\0\0\0"
         digest.update(entry.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,7 @@ def find_images(root: Path, classes: Sequence[str] = ()) -> Found:
 
     Raises:
         UserError: there is no such folder, or it holds no class, another class, or a class without
-            an image.
+            an image; or one of its folders cannot be read.
     """
     stamps = {".": stamp(root)}
     text, counts, passed, barren = bytearray(), dict[str, int](), Counter[str](), list[str]()
@@ -110,7 +111,7 @@ def _unused(passed: Counter[str], empty: list[str]) -> str:
         empty: folders without a file, which are not classes.
     """
     words = [f"{counted(passed)} passed over"] * bool(passed)
-    words += [f"no file in {', '.join(empty)}: not counted as classes"] * bool(empty)
+    words += [f"no file in {', '.join(map(readable, empty))}: not counted as classes"] * bool(empty)
     return ", ".join(words)
 
 
@@ -139,6 +140,8 @@ def _folders(root: Path) -> list[str]:
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         names = []
+    except OSError as error:
+        _unreadable(error)
     names = [name for name in names if not name.startswith(".")]
     if names:
         return names
@@ -167,7 +170,7 @@ def _visible(root: Path, name: str, stamps: dict[str, Stamp] | None = None) -> l
     found: dict[str, list[str]] = {}
     if stamps is not None:
         stamps[name] = stamp(root / name)
-    for folder, below, files in os.walk(root / name, followlinks=True):
+    for folder, below, files in os.walk(root / name, onerror=_unreadable, followlinks=True):
         below[:] = [entry for entry in below if not entry.startswith(".")]
         inside = os.path.relpath(folder, root)
         if stamps is not None:
@@ -176,10 +179,17 @@ def _visible(root: Path, name: str, stamps: dict[str, Stamp] | None = None) -> l
     return [f"{inside}/{file}" for inside in sorted(found) for file in found[inside]]
 
 
+def _unreadable(error: OSError) -> NoReturn:
+    """Without this, a folder that cannot be listed would be one without images."""
+    raise UserError(f"{readable(error.filename)} cannot be read ({error.strerror})") from None
+
+
 def counted(endings: Counter[str]) -> str:
     """Numbers of files by ending, the most frequent first: `3 .heic, 1 without an ending`."""
     ordered = sorted(endings.items(), key=lambda pair: (-pair[1], pair[0]))
-    return ", ".join(f"{number} {ending or 'without an ending'}" for ending, number in ordered)
+    return ", ".join(
+        f"{number} {readable(ending) or 'without an ending'}" for ending, number in ordered
+    )
 
 
 def readable(path: Path | str) -> str:

@@ -108,7 +108,10 @@ def _trusted(place: Path) -> bool:
 
 def _just_changed(root: Path) -> bool:
     """Whether the folder or a class in it is so new that an index would not be kept."""
-    entries = os.scandir(root) if root.is_dir() else ()
+    try:
+        entries = list(os.scandir(root))
+    except OSError:  # which is said when the images are looked for
+        entries = []
     classes = [Path(one) for one in entries if one.is_dir() and not one.name.startswith(".")]
     return not _old([stamp(folder) for folder in (root, *classes)], time.time_ns())
 

@@ -16,7 +16,7 @@ from common.images.folder import ImageFolder
 from common.images.index import index_places
 from common.images.shapes import drawn_images
 from common.images.synthetic import SyntheticImages
-from common.launch.collectives import gather_objects, print0
+from common.launch.collectives import assert_same_on_all_ranks, gather_objects, print0
 from common.launch.device import core_share
 from common.launch.errors import UserError
 
@@ -93,12 +93,17 @@ def load_images(args: ImageArgs, seed: int, out: Path) -> ImageSets:
         out: where drawn images go, in a folder `images`.
 
     Raises:
-        UserError: there is no such folder, or it does not hold what it must.
+        UserError: there is no such folder, it does not hold what it must, or is another one on
+            another node.
     """
     if args.dummy:
         return synthetic_images(args.dummy_images, args.size, seed)
     folder = args.directory or drawn_images(out / "images")
-    return image_folders(folder, args.size, seed, args.skip_broken, args.cache)
+    data = image_folders(folder, args.size, seed, args.skip_broken, args.cache)
+    # By its own list, a node would give the labels of these images to others.
+    names = data.train.digest + data.val.digest
+    assert_same_on_all_ranks(names, "the images' names and classes")
+    return data
 
 
 def image_folders(

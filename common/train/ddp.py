@@ -24,13 +24,14 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     module, own = ddp.module, "forward" in vars(ddp.module)  # a compiled module has its own
     forward = module.forward
 
-    def sum_of_parameters() -> Tensor:
+    def sum_of_parameters(_: Tensor) -> Tensor:
         return cast("Tensor", sum(p.sum() for p in module.parameters() if p.requires_grad))
 
     module.forward = sum_of_parameters  # type: ignore[method-assign]
     try:
         for _ in range(2 if ddp.static_graph else 1):  # DDP only counts in a static graph's first
-            ddp().backward()
+            # On a GPU, DDP moves the inputs there, and fails if there are none.
+            ddp(torch.empty(0)).backward()
     finally:
         if own:
             module.forward = forward

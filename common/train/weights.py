@@ -22,8 +22,13 @@ EXTRA = ("aux", "AuxLogits")  # heads of googlenet and inception_v3, for their t
 
 def save_model(file: Path, model: nn.Module, about: Mapping[str, str]) -> None:
     """Write a bare model's parameters and buffers as safetensors, with words about them."""
-    weights = model.state_dict()
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    weights, seen = dict[str, Tensor](), set[int]()
+    for name, tensor in model.state_dict().items():
+        weight = tensor.detach().cpu().contiguous()
+        memory = weight.untyped_storage().data_ptr()
+        # safetensors has no tensor in the memory of another, as tied weights have it
+        weights[name] = weight.clone() if memory in seen else weight
+        seen.add(memory)
     write_atomically(file, save(weights, dict(about)))
 
 

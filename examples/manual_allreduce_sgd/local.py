@@ -121,6 +121,12 @@ class DiLoCo(LocalSgd):
         self.outer = SGD([self.common], lr, momentum, nesterov=momentum > 0)
 
     @torch.no_grad()
+    def average(self) -> None:
+        """Nothing; but before the first of H steps, keep the model: --init may have set it."""
+        if self.steps == 0:
+            self.common.copy_(torch.cat([parameter.flatten() for parameter in self.parameters]))
+
+    @torch.no_grad()
     def meet(self) -> None:
         """Move the common model, and begin again from there. Every rank calls this."""
         self.steps = 0

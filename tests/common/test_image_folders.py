@@ -3,6 +3,7 @@
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -179,3 +180,32 @@ def test_the_order_is_torchvisions(tmp_path: Path) -> None:
     assert [
         (str(tmp_path / os.fsdecode(file)), label) for file, label in zip(found.files, found.labels, strict=True)
     ] == (reference.samples)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_empty_folder_whose_name_is_not_utf_8_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under most locales, standard output takes no other bytes."""
+    (animals(tmp_path) / "train" / os.fsdecode("狗".encode("gb18030"))).mkdir()
+    (tmp_path / "val/dog" / os.fsdecode(b"odd.\xb9")).touch()
+    image_folders(tmp_path, 8, seed=0)
+    said = capsys.readouterr().out
+    assert said.encode("utf-8", "strict").decode() == (
+        f"{tmp_path}/train: no file in \\xb9\\xb7: not counted as classes\n{tmp_path}/val: 1 .\\xb9 passed over\n"
+    )
+
+
+@pytest.mark.parametrize("where", ["train", "train/dog", "train/dog/below"])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """And is not taken for an empty one. The superuser, as which tests may run, can read all."""
+    picture(animals(tmp_path) / "train/dog/below/3.png")
+    scandir = os.scandir
+
+    def refuse(path: Any = ".") -> Any:
+        if Path(path) == tmp_path / where:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError) as error:
+        image_folders(tmp_path, 8, seed=0)
+    assert str(error.value) == f"{tmp_path / where} cannot be read (Permission denied)"

@@ -385,6 +385,19 @@ def test_the_cache_holds_the_pixels_and_is_shared(drawn: Path, tmp_path: Path, m
     assert sorted(path.name for path in cache.folder.iterdir()) == [f"chunk-{n:06d}.pixels" for n in range(3)]
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_link_to_nothing_is_a_broken_image_for_the_cache_too(drawn: Path, tmp_path: Path) -> None:
+    broken = folder_with_broken(drawn, tmp_path / "broken")
+    broken.unlink()
+    broken.symlink_to("nowhere.jpg")
+    root, cache = tmp_path / "broken", tmp_path / "cache"
+    with pytest.raises(UserError, match=f"^{broken} cannot be used .*: remove or replace it, or give --skip-broken$"):
+        image_folders(root, 32, 0, cache=cache)
+    val = image_folders(root, 32, 0, skip_broken=True, cache=cache).val
+    images = val.__getitems__([3, 4]).images
+    torch.testing.assert_close(images[0], images[1], rtol=0, atol=0)
+
+
 def test_damage_of_the_cache_is_noticed(drawn: Path, tmp_path: Path) -> None:
     data = ImageFolder(drawn / "train", 32, training=True)
     cache, _ = cached(data, tmp_path)

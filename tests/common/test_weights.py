@@ -105,3 +105,12 @@ def test_a_wrong_file_of_34_layers_is_not_taken_for_18(tmp_path: Path) -> None:
 def test_weights_tell_what_they_are_for(tmp_path: Path) -> None:
     save_model(tmp_path / "best.safetensors", net(), {"class_names": '["cat"]'})
     assert load_file(tmp_path / "best.safetensors").keys() == read_weights(tmp_path / "best.safetensors").keys()
+
+
+def test_tied_weights_are_saved(tmp_path: Path) -> None:
+    """As an embedding and the last layer of a language model: safetensors refuses what shares memory."""
+    embedding, last = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+    last.weight = embedding.weight
+    save_model(tmp_path / "best.safetensors", nn.Sequential(embedding, last), {})
+    saved = read_weights(tmp_path / "best.safetensors")
+    assert all(torch.equal(saved[name], last.weight) for name in ("0.weight", "1.weight"))

@@ -291,6 +291,23 @@ def test_batch_norm_normalises_over_each_ranks_samples(programs: Programs, tmp_p
 # ---------------------------------------------------------------------------------- what users of the field type
 
 
+def test_nodes_that_see_other_images_stop(
+    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, free_port: int
+) -> None:
+    """As many, under other names: one node would train on images with the labels of the other's list."""
+    shutil.copytree(folder, tmp_path / "other")
+    image = next((tmp_path / "other/val").rglob("*.jpg"))
+    image.rename(image.with_name("another.jpg"))
+    nodes = [
+        programs.start(*TRAIN, *FLAGS, "--world-size", 2, "--rank", rank, "--dist-url",
+                       f"tcp://127.0.0.1:{free_port}", "--out", tmp_path / str(rank), images, cwd=tiny)
+        for rank, images in enumerate((folder, tmp_path / "other"))
+    ]  # fmt: skip
+    said = "".join(programs.finish(node, 2).stderr for node in nodes)
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert re.match(r"error: the ranks disagree on the images' names and classes \(rank 0: .*, rank 1: .*\): do", line)
+
+
 def test_the_command_lines_of_pytorch_examples(programs: Programs, tmp_path: Path, free_port: int) -> None:
     draw_folder(tmp_path / "DIR", train=8, val=6, size=60)
 

@@ -69,9 +69,9 @@ def world_of_one() -> object:
 def test_diloco_equals_its_formula() -> None:
     """Nesterov's momentum of the outer steps, written out for one parameter."""
     model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 3.0)
     optimizer = SGD(model.parameters(), 0.1)
     way = local.DiLoCo(model, optimizer, every=2, lr=0.7, momentum=0.9)
+    nn.init.constant_(model.weight, 3.0)  # as by --init
     common, velocity = 3.0, 0.0
     for _ in range(4):
         inner = common

@@ -1,0 +1,36 @@
+"""DistributedDataParallel as it is with a GPU, of which none is here: torch's own code for devices, on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.train import seed
+from common.train.ddp import warm_up_buckets
+
+
+@pytest.mark.usefixtures("alone")
+def test_buckets_are_laid_out_where_ddp_moves_its_inputs() -> None:
+    ddp = DistributedDataParallel(nn.Linear(3, 2))
+    ddp.device_ids = [0]  # as DDP(model, device_ids=[0]), which refuses a CPU
+    warm_up_buckets(ddp)
+    assert ddp(torch.ones(4, 3)).shape == (4, 2)
+
+
+@pytest.mark.parametrize(("saved", "there"), [(1, 1), (2, 2), (8, 8), (8, 2), (2, 8), (2, 0)])
+def test_the_random_states_of_all_gpus_are_kept(monkeypatch: pytest.MonkeyPatch, saved: int, there: int) -> None:
+    """Also of those that only replicas use, on a machine with as many devices or another number."""
+    devices = dict[int, torch.Tensor]()
+    for name, value in {
+        "is_available": lambda: there > 0,
+        "is_initialized": lambda: True,
+        "device_count": lambda: there,
+        "get_rng_state_all": lambda: [torch.tensor([7 + device]) for device in range(saved)],
+        "set_rng_state": lambda state, device: devices.update({device: state}),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with monkeypatch.context() as before:
+        before.setattr(torch.cuda, "is_available", lambda: True)
+        state = seed.random_state()
+    seed.restore_random_state(state)
+    assert devices == {device: torch.tensor([7 + device]) for device in range(min(saved, there))}
