@@ -100,7 +100,7 @@ def load_images(args: ImageArgs, seed: int, out: Path) -> ImageSets:
         return synthetic_images(args.dummy_images, args.size, seed)
     folder = args.directory or drawn_images(out / "images")
     data = image_folders(folder, args.size, seed, args.skip_broken, args.cache)
-    # By its own list, a node would give the labels of these images to others.
+    # With other files, a node may number the classes otherwise, or train on some images twice.
     names = data.train.digest + data.val.digest
     assert_same_on_all_ranks(names, "the images' names and classes")
     return data

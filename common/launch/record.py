@@ -73,7 +73,6 @@ def record(main_worker: Callable[Parameters, Returned]) -> Callable[Parameters, 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # one may have come already
             returned = main_worker(*args, **kwargs)
             watcher.leave()
-            _ignore_signals()  # what was asked for is done
             return returned
         except UserError as error:
             _end(f"error: {error}", 2, again=isinstance(error, Absent), together=True)
@@ -104,9 +103,7 @@ def _end(message: str, code: int, again: bool = False, together: bool = False) -
     """
     watcher.leave()
     _ignore_signals()  # one that comes now would be an exception outside of `recorded`
-    spoke = last_words.answer(last_words.speaks_first, True)
-    if not spoke and code in (1, 2) and rendezvous.joined is None:
-        spoke = _is_left_alive(code)
+    spoke = last_words.answer(last_words.speaks_first, True) or _nobody_ends_this(code)
     if spoke:
         to_terminal(message)
     note(RETRY if again else code, place.current().local_world_size, message, spoke)
@@ -117,19 +114,21 @@ def _end(message: str, code: int, again: bool = False, together: bool = False) -
     os._exit(code)
 
 
-def _is_left_alive(code: int) -> bool:
-    """Whether no other process of this node has ended, so that this one has to speak.
+def _nobody_ends_this(code: int) -> bool:
+    """Wait, in silence, for the end that follows when local rank 0 speaks; whether it did not come.
 
-    Until the ranks have met, local rank 0 speaks for them, and has to come to it: torchrun ends all
-    as soon as one has ended, so the others wait for that. Their parent ends all after an error, and
-    an error may be that of one rank alone.
+    Until the ranks have met, local rank 0 speaks for its node. torchrun ends all processes as soon
+    as one has ended, so the others must not end first; and an error of theirs alone would go
+    unsaid. A parent ends them only after an error.
     """
-    patience = {"torchrun": 10.0, "spawn": 5.0 if code == 1 else 0.0}
-    deadline = time.monotonic() + patience.get(place.current().launcher, 0.0)
-    began = deadline > time.monotonic()
-    while began and not _ignored and time.monotonic() < deadline:
+    launcher = place.current().launcher
+    ended_by_launcher = launcher == "torchrun" or (launcher == "spawn" and code == 1)
+    if rendezvous.joined is not None or code not in (1, 2) or not ended_by_launcher:
+        return False
+    deadline = time.monotonic() + (10.0 if launcher == "torchrun" else 5.0)
+    while not _ignored and time.monotonic() < deadline:
         time.sleep(0.05)
-    return began and not _ignored
+    return not _ignored
 
 
 def _end_as_lost(reason: str) -> None:

@@ -72,7 +72,7 @@ def _options(recipe: Recipe, size: int) -> dict[str, Any]:
     if recipe.arch.startswith("maxvit"):
         return {"input_size": (size, size)}
     if recipe.arch in ("googlenet", "inception_v3"):  # without their extra heads for training
-        # Torchvision's weights need inputs of another range; so do predictions by what came of them
+        # torchvision's weights need it; always, as predict and -e do not know of --pretrained
         return {"aux_logits": False, "init_weights": True, "transform_input": True}
     return {}
 

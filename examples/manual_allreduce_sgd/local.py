@@ -122,7 +122,7 @@ class DiLoCo(LocalSgd):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Nothing; but before the first of H steps, keep the model: --init may have set it."""
+        """Before the first of H steps, note the common model, which --init may have changed."""
         if self.steps == 0:
             self.common.copy_(torch.cat([parameter.flatten() for parameter in self.parameters]))
 

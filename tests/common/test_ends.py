@@ -3,9 +3,12 @@
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.launch.spawn import _Watch
 from tests.conftest import Programs
 from tests.runs import Eventually, mutated
 
@@ -47,6 +50,14 @@ def test_ranks_that_do_not_stop_are_killed_and_named_once(programs: Programs) ->
         "error: local rank(s) 0, 1 did not stop within 1 s and were killed; what was saved is the last checkpoint\n"
     )
     assert programs.gone(within=2)
+
+
+def test_a_worker_that_has_just_ended_is_sent_no_signal() -> None:
+    """Its number is nobody's any more; the parent went on to a traceback."""
+    context: Any = SimpleNamespace(processes=[SimpleNamespace(sentinel=0, pid=2**22 + 1)])  # above all numbers
+    watch = _Watch(context)
+    watch._pass_on(signal.SIGTERM, None)
+    assert watch.first == signal.SIGTERM
 
 
 def test_survivors_and_their_parent_say_once_that_they_stop(

@@ -294,7 +294,7 @@ def test_batch_norm_normalises_over_each_ranks_samples(programs: Programs, tmp_p
 def test_nodes_that_see_other_images_stop(
     programs: Programs, tmp_path: Path, tiny: Path, folder: Path, free_port: int
 ) -> None:
-    """As many, under other names: one node would train on images with the labels of the other's list."""
+    """As many, one under another name: images would be trained on twice, and others never."""
     shutil.copytree(folder, tmp_path / "other")
     image = next((tmp_path / "other/val").rglob("*.jpg"))
     image.rename(image.with_name("another.jpg"))
@@ -472,6 +472,8 @@ def test_every_model_of_torchvision_can_be_built() -> None:
     ):
         model = build_model(Recipe(arch=arch), 7, size, CPU)
         assert model(torch.zeros(2, 3, size, size)).shape == (2, 7)
+        # whoever predicts does not know whether training began with torchvision's weights, which need it
+        assert getattr(model, "transform_input", True), arch
 
 
 def test_skipped_images_are_named_and_counted(programs: Programs, tmp_path: Path, tiny: Path, folder: Path) -> None:
