@@ -20,6 +20,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,7 +96,8 @@ def train(args: Args, data: ImageData, membership: Membership, done: int) -> Non
                 done = membership.meet(done)
                 state, done = membership.bring_up_to_date(replica.state())
                 replica.load(state)
-                tell(membership, done)
+                if dist.get_rank() == 0:
+                    say(f"after step {done}: members {', '.join(map(str, membership.members))}")
             if done == replica.steps:
                 finish(args, replica, membership)
                 return
@@ -123,13 +125,6 @@ def train(args: Args, data: ImageData, membership: Membership, done: int) -> Non
 def say(line: str) -> None:
     """Print a line at once, in one write: those of several processes do not mix."""
     print(f"{line}\n", end="", flush=True)
-
-
-def tell(membership: Membership, done: int) -> None:
-    """Say who takes part from here on."""
-    members = ", ".join(map(str, membership.members))
-    if dist.get_rank() == 0:
-        say(f"after step {done}: members {members}")
 
 
 def end_epoch(replica: Replica, done: int) -> None:
@@ -164,7 +159,7 @@ def member(local_number: int, number: int, place: Place, args: Args) -> None:
     Args:
         local_number: of the processes that its parent has started.
         number: of this member, in the job.
-        place: of its parent.
+        place: where its parent runs.
         args: the flags.
     """
     place.export(local_number)  # on one machine: gloo listens on loopback only
@@ -184,6 +179,21 @@ def client(place: Place, args: Args) -> dist.Store:
     )
 
 
+def stop(store: dist.Store, running: dict[Any, tuple[int, Any]], signum: int, _: object) -> None:
+    """End this parent of members: a terminal's Ctrl-C reaches them, too, and one line is enough."""
+    for again in STOPPING:
+        signal.signal(again, lambda *_: None)
+    first = b"parent"
+    with suppress(dist.DistError):
+        first = store.compare_set("end reported", "", "parent")
+    if first == b"parent":
+        complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
+    else:  # killed now, it would not come to say it
+        for _, process in running.values():
+            process.join(5)
+    raise SystemExit(128 + signum)
+
+
 def main(place: Place, args: Args) -> None:
     """Start the members of this node, see them end, and replace them if asked to.
 
@@ -197,24 +207,13 @@ def main(place: Place, args: Args) -> None:
     context, finished = multiprocessing.get_context("forkserver"), False
 
     def begin(number: int) -> None:
-        words = (len(running), number, place, args)
-        process = context.Process(target=member, args=words, name=f"member {number}")
+        process = context.Process(target=member, args=(len(running), number, place, args))
         process.start()
         running[process.sentinel] = number, process
         say(f"member {number} is process {process.pid}")
 
-    def stop(signum: int, _: object) -> None:
-        for again in STOPPING:
-            signal.signal(again, lambda *_: None)
-        first = b"parent"  # a terminal's Ctrl-C reaches the members, too, and one line is enough
-        with suppress(dist.DistError):
-            first = store.compare_set("end reported", "", "parent")
-        if first == b"parent":
-            complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
-        raise SystemExit(128 + signum)
-
     for signum in STOPPING:
-        signal.signal(signum, stop)
+        signal.signal(signum, partial(stop, store, running))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         for local_rank in range(place.local_world_size):
