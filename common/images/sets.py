@@ -158,7 +158,7 @@ def _filled_cache(images: ImageFolder, directory: Path) -> PixelCache:
             raise images.mistake(index, error) from None
 
     def announce(missing: int) -> None:
-        needed, free = missing * _mean_bytes(images), shutil.disk_usage(directory).free
+        needed, free = missing * mean_bytes(images), shutil.disk_usage(directory).free
         print0(
             f"cache {readable(directory)}: {missing} of {len(images)} images to decode, about "
             f"{needed / 1e9:.3g} GB; {free / 1e9:.3g} GB are free"
@@ -182,7 +182,7 @@ def _filled_cache(images: ImageFolder, directory: Path) -> PixelCache:
     return cache
 
 
-def _mean_bytes(images: ImageFolder) -> float:
+def mean_bytes(images: ImageFolder) -> float:
     """Of decoded images, from the heads of 256 of them."""
     sizes = []
     for index in range(0, len(images), -(-len(images) // 256)):

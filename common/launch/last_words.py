@@ -1,6 +1,7 @@
 """What ranks ask each other at their end, through the store: who speaks, and who is silent."""
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from common.launch import place, rendezvous
 
 Value = TypeVar("Value")
 UNREACHABLE = (dist.DistError, RuntimeError)
+_given = set[str]()  # the signs of this process
 
 
 def speaks_first(busy: bool = False) -> bool:
@@ -38,7 +40,7 @@ def without_word(cut_off: str) -> str:
         cut_off: what to say if the store cannot be reached.
     """
     try:
-        silent = _silent("still here", patience=1.0)
+        silent = [] if _all_give("still here", patience=1.0) else _who_gave_none("still here")
     except UNREACHABLE:
         return cut_off
     return f"no word from rank {', '.join(silent)}" if silent else "all are still here"
@@ -48,7 +50,7 @@ def await_stops() -> None:
     """Wait a few seconds until all ranks have stopped, and written what they had to."""
     if rendezvous.joined is not None:
         with contextlib.suppress(*UNREACHABLE):
-            _silent("stopped", patience=3.0)
+            _all_give("stopped", patience=3.0)
 
 
 def end_together() -> None:
@@ -62,25 +64,57 @@ def end_together() -> None:
     if store is None:
         return
     with contextlib.suppress(*UNREACHABLE):
-        if not _silent("at its end", patience=min(3.0, here.flags.timeout / 2)):
+        if _all_give("at its end", patience=min(3.0, here.flags.timeout / 2)):
             if here.rank == 0:
-                _silent("gone", patience=1.0)
+                _all_give("gone", patience=1.0)
             else:
-                store.set(f"gone/{here.rank}", "")
+                _give("gone")
 
 
-def _silent(sign: str, patience: float) -> list[str]:
-    """Give a sign and wait `patience` seconds for the others'; the ranks that gave none."""
+def _all_give(sign: str, patience: float) -> bool:
+    """Give a sign, and wait `patience` seconds for all others to give it; whether they did.
+
+    The last one says so: hundreds of ranks that each looked for the signs of all others would keep
+    the store's host busy for longer than that.
+    """
+    _give(sign)
+    return _comes(f"{sign}, all", patience)
+
+
+def _give(sign: str) -> None:
     store, here = rendezvous.joined, place.current()
     assert store is not None
+    if sign in _given:  # counted once
+        return
+    _given.add(sign)
     store.set(f"{sign}/{here.rank}", "")
-    deadline = time.monotonic() + patience
-    while True:
-        ranks = range(here.world_size)
-        silent = [str(rank) for rank in ranks if not store.check([f"{sign}/{rank}"])]
-        if not silent or time.monotonic() > deadline:
-            return silent
-        time.sleep(0.02)
+    if store.add(f"{sign}, ranks", 1) == here.world_size:
+        store.set(f"{sign}, all", "")
+
+
+def _comes(key: str, patience: float) -> bool:
+    """Wait `patience` seconds for a key; whether it came."""
+    store, began = rendezvous.joined, time.monotonic()
+    assert store is not None
+    while not store.check([key]):
+        waited = time.monotonic() - began
+        if waited > patience:
+            return False
+        time.sleep(min(0.2, max(0.02, waited / 4)))
+    return True
+
+
+def _who_gave_none(sign: str) -> list[str]:
+    """The ranks that have not given a sign. One rank looks for all, and tells the others."""
+    store, here = rendezvous.joined, place.current()
+    assert store is not None
+    key, me = f"{sign}, missing", str(here.rank)
+    looks = store.compare_set(f"{sign}, looks", "", me) == me.encode()
+    if not looks and _comes(key, 1.0):
+        return json.loads(store.get(key))
+    missing = rendezvous.not_there(store, [f"{sign}/{rank}" for rank in range(here.world_size)])
+    store.set(key, json.dumps(found := [str(rank) for rank in missing]))
+    return found
 
 
 def answer(ask: Callable[[], Value], otherwise: Value, seconds: float = 3.0) -> Value:

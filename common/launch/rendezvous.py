@@ -191,7 +191,7 @@ def _muster(
         waited = time.monotonic() - began
         if waited > seconds or (waited > PATIENCE and not told):
             signs = [_sign(world, other) for other in range(size)] if world else hellos
-            missing = _missing(store, signs)
+            missing = not_there(store, signs)
             names = listed(missing)
             if waited > seconds:
                 raise Absent(
@@ -215,14 +215,14 @@ def _answer(store: dist.Store, world: str, rank: int, size: int) -> None:
         store.set(f"{world}/complete", "")
 
 
-def _missing(store: dist.Store, keys: list[str], first: int = 0) -> list[int]:
-    """The numbers of the keys that are not there; where a few are not, few questions find them."""
+def not_there(store: dist.Store, keys: list[str], first: int = 0) -> list[int]:
+    """The numbers of the keys that are not in the store; few questions find a few."""
     if store.check(keys):
         return []
     if len(keys) == 1:
         return [first]
     half = len(keys) // 2
     return [
-        *_missing(store, keys[:half], first),
-        *_missing(store, keys[half:], first + half),
+        *not_there(store, keys[:half], first),
+        *not_there(store, keys[half:], first + half),
     ]

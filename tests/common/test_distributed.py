@@ -17,7 +17,7 @@ import torch.distributed as dist
 from common.launch import cgroup, rendezvous
 from common.launch.console import listed
 from common.launch.errors import NOTES, UserError
-from common.launch.rendezvous import _missing, _muster
+from common.launch.rendezvous import _muster, not_there
 from tests.conftest import Programs
 from tests.machine import here
 
@@ -551,7 +551,7 @@ def test_missing_ranks_are_found_by_few_questions() -> None:
     for number, key in enumerate(keys):
         if number not in (77, 300):
             store.set(key, "")
-    assert _missing(store, keys) == [77, 300]
+    assert not_there(store, keys) == [77, 300]
     (questions,) = store.questions.values()
     assert len(questions) <= 2 * 2 * 9 + 1, "two halves on each of nine levels, for each of the two"
 

@@ -2,16 +2,23 @@
 
 import os
 import signal
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch.distributed as dist
 
+from common.launch import last_words, place, rendezvous
+from common.launch.flags import Launch
+from common.launch.place import Place
 from common.launch.spawn import _Watch
 from tests.conftest import Programs
 from tests.runs import Eventually, mutated
 
+Value = TypeVar("Value")
 JOBS = ("-m", "tests.common.jobs")
 MNIST = "examples.mnist_ddp_spawn"
 STARTS = {
@@ -50,6 +57,43 @@ def test_ranks_that_do_not_stop_are_killed_and_named_once(programs: Programs) ->
         "error: local rank(s) 0, 1 did not stop within 1 s and were killed; what was saved is the last checkpoint\n"
     )
     assert programs.gone(within=2)
+
+
+class Counted:
+    """A store that counts the keys for which it is asked."""
+
+    def __init__(self) -> None:
+        self.store, self.asked = dist.HashStore(), 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def count(keys: Any, *more: Any) -> Any:
+            self.asked += len(keys) if isinstance(keys, list) else 1
+            return getattr(self.store, name)(keys, *more)
+
+        return count
+
+
+def test_what_a_rank_asks_at_its_end_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 ranks, one is missing: one other looks which it is, and tells the rest."""
+    store, ranks, asked = Counted(), 64, Counter[int]()
+    monkeypatch.setattr(rendezvous, "joined", store)
+
+    def as_rank(rank: int, ask: Callable[[], Value]) -> Value:
+        here = Place("spawn", 1, 0, ranks, ranks, rank, rank, "", 0, Launch())
+        monkeypatch.setattr(place, "_current", here)
+        monkeypatch.setattr(last_words, "_given", set())
+        before = store.asked
+        answered = ask()
+        asked[rank] += store.asked - before
+        return answered
+
+    others = [rank for rank in range(ranks) if rank != 5]
+    assert not any(as_rank(rank, lambda: last_words._all_give("here", patience=0)) for rank in others)
+    assert all(as_rank(rank, lambda: last_words._who_gave_none("here")) == ["5"] for rank in others)
+    (_, most), (_, next_to_it) = asked.most_common(2)
+    assert most >= ranks, "one looks for all"
+    assert next_to_it < 10
+    assert as_rank(5, lambda: last_words._all_give("here", patience=0)), "it was only late"
 
 
 def test_a_worker_that_has_just_ended_is_sent_no_signal() -> None:

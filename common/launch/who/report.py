@@ -78,14 +78,14 @@ def _reported() -> None:
 
 
 def _await_report(seconds: float) -> None:
-    store, deadline = rendezvous.joined, time.monotonic() + seconds
+    store, began = rendezvous.joined, time.monotonic()
     if store is None:
         return
     store = store.clone()
-    while time.monotonic() < deadline and not store.check(["ranks shown"]):
+    while (waited := time.monotonic() - began) < seconds and not store.check(["ranks shown"]):
         if store.check(["end reported"]) and not store.check(["ranks asked"]):
             return
-        time.sleep(0.02)
+        time.sleep(max(0.02, waited / 4))
 
 
 def report_at_abort(end: Callable[[str], None]) -> None:
