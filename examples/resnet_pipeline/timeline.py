@@ -166,7 +166,9 @@ def draw(path: Path, charts: dict[str, list[Event]], rows: str = "process") -> N
         axis.set_title(title, loc="left", fontsize=10)
         _draw_bars(axis, events, 1e3 * span)
         axis.set_ylabel(rows)
-    axes[-1, 0].set_xlabel("milliseconds; the number is the micro-batch")
+    several = any("'" in mark for part in charts.values() for mark in _marks(part))
+    more = ", with ' in the second stage of a process" if several else ""
+    axes[-1, 0].set_xlabel(f"milliseconds; the number is the micro-batch{more}")
     kinds = {event.kind for events in charts.values() for event in events}
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds]
     figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8)
@@ -175,17 +177,26 @@ def draw(path: Path, charts: dict[str, list[Event]], rows: str = "process") -> N
     pyplot.close(figure)
 
 
+def _marks(events: list[Event]) -> list[str]:
+    """What to write on each bar: the micro-batch, and a ' for each earlier stage of the process."""
+    stages: dict[int, set[int]] = {}
+    for event in events:
+        stages.setdefault(event.row, set()).add(event.stage)
+    places = {row: sorted(held) for row, held in stages.items()}
+    return [str(e.micro) + "'" * places[e.row].index(e.stage) for e in events]
+
+
 def _draw_bars(axis: Any, events: list[Event], span: float) -> None:
     """Draw a bar per operation, numbered where there is room; `span` in milliseconds."""
     start = min(event.start for event in events)
     label = {"ha": "center", "va": "center", "fontsize": 7}
-    for event in events:
+    for event, mark in zip(events, _marks(events), strict=True):
         left, width = 1e3 * (event.start - start), 1e3 * (event.end - event.start)
         colour = COLOURS[event.kind]
         axis.barh(event.row, width, 0.8, left, color=colour, edgecolor="white", linewidth=0.5)
         if width > span / 60:
             ink = "white" if event.kind == "F" else "black"  # what can be read on the colour
-            axis.text(left + width / 2, event.row, str(event.micro), color=ink, **label)
+            axis.text(left + width / 2, event.row, mark, color=ink, **label)
     axis.set(xlim=(0, span), yticks=sorted({event.row for event in events}))
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
