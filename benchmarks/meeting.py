@@ -1,16 +1,23 @@
-"""How the ranks of a job meet: seconds, and questions to the store, by the number of ranks.
+"""How the ranks of a job meet, and end: seconds, and questions to the store, by their number.
 
     python -m benchmarks.meeting              # 8, 64, 256 and 512 processes on this machine
     python -m benchmarks.meeting --ranks 2 4 --rounds 1
 
 The processes are real, forked from one that has imported torch, and connect to one store by TCP.
-Measured is what comes after the last of them has started, in two ways that take turns:
+Measured is what comes after the last of them has started. They meet by `job://`, as the examples do
+(`common/launch/rendezvous.py`), until all know that all are there, and who they are; with
 
-* `job://`, by which the examples meet (`common/launch/rendezvous.py`): until all know that all are
-  there, and who they are;
-* a roll call in which each rank asks for the keys of all others: the way that comes to mind first.
+* the variables that a program sets for the processes that it starts: its parent hosts the store;
+* those of torchrun, whose agent hosts it;
+* those of torchrun after a restart: the store still holds what processes said that have ended;
+* those of srun: rank 0 hosts the store itself.
 
-Neither makes a process group: gloo's connections, one for each pair of ranks, come afterwards.
+Beside them a roll call in which each rank asks for the keys of all others: the way that comes to
+mind first. None of this makes a process group: gloo's connections, one for each pair of ranks, come
+afterwards.
+
+Then all ranks meet the same mistake, and end (`common/launch/last_words.py`): until one has been
+chosen to say it, and all know that all have come to their end. After the roll call, by another one.
 
 The store's thread answers all questions, one after the other, so its processor time is what rank
 0's host spends, and less than which no meeting takes, however fast the ranks are. From the time of
@@ -20,12 +27,14 @@ rank count that this machine cannot start.
 
 import json
 import os
+import socket
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from math import log2
 from pathlib import Path
 from statistics import linear_regression
@@ -34,16 +43,19 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.harness import RanksMeasurement, compare, facts, medians, save
+from common.launch import last_words
 from common.launch.args import start
 from common.launch.errors import UserError
-from common.launch.flags import at_least
+from common.launch.flags import Launch, at_least
 from common.launch.place import Place
 from common.launch.record import record
-from common.launch.rendezvous import JOB
+from common.launch.rendezvous import JOB, RESTARTS
+from common.launch.resolve import resolve
 from common.launch.spawn import hosted, launch
 
 OURS, NAIVE = "job://", "roll call by each rank"
-QUESTIONS = ("check", "get", "set", "add", "multi_get")
+TORCHRUN, AGAIN, SRUN = "job://, torchrun", "job://, torchrun again", "job://, srun"
+QUESTIONS = ("check", "get", "set", "add", "multi_get", "compare_set")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +76,62 @@ class Args(RanksMeasurement):
 
 @dataclass(frozen=True)
 class Meeting:
-    """How to meet, and the folder in which every rank leaves what it saw."""
+    """How to meet, a free port, and the folder in which every rank leaves what it saw."""
 
     way: str
+    port: int
     folder: Path
+    attempt: int = 0
 
 
 @record
 def main_worker(local_rank: int, place: Place, meeting: Meeting) -> None:
-    """One rank: wait until all processes are there, meet, and write the seconds."""
-    place.export(local_rank)
+    """One rank: meet, and end, and write when that was."""
+    os.environ[RESTARTS] = str(meeting.attempt)
+    here = launched(local_rank, place, meeting)
+    here.export(local_rank)
     asked = Counter[str]()
     began = time.monotonic()
-    if meeting.way == OURS:
+    if meeting.way == NAIVE:
+        rank, size = here.worker(local_rank).rank, here.world_size
+        store = dist.TCPStore("127.0.0.1", here.port, wait_for_workers=False)
         count_questions(asked)
-        store, rank, size = next(dist.rendezvous(JOB, timeout=place.flags.patience))
+        call_roll(store, rank, size, "hello")
     else:
-        rank, size = place.worker(local_rank).rank, place.world_size
-        store = dist.TCPStore("127.0.0.1", place.port, wait_for_workers=False)
         count_questions(asked)
-        call_roll(store, rank, size)
-    seen = {"began": began, "met": time.monotonic(), "asked": asked.total()}
-    (meeting.folder / f"{rank}.json").write_text(json.dumps(seen))
-    if store.add("over", 1) == size:  # rank 0 must not take the store away before
+        store, rank, size = next(dist.rendezvous(JOB, timeout=here.flags.patience))
+    met, questions = time.monotonic(), asked.total()
+    if store.add("over", 1) == size:
         store.set("all over", "")
     store.wait(["all over"])
+    ends, asked_before, spoke = time.monotonic(), asked.total(), False
+    if meeting.way == NAIVE:
+        call_roll(store, rank, size, "at its end")
+    else:
+        spoke = last_words.answer(last_words.speaks_first, False)
+        last_words.answer(last_words.end_together, None, 30.0)
+    ended, asked_at_end = time.monotonic(), asked.total() - asked_before
+    seen = {"began": began, "met": met, "asked": questions, "spoke": spoke}
+    seen |= {"ends": ends, "ended": ended, "asked at the end": asked_at_end}
+    seen["store"] = store_seconds() if meeting.way == SRUN and rank == 0 else 0.0
+    (meeting.folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+def launched(local_rank: int, place: Place, meeting: Meeting) -> Place:
+    """The place of a process that a launcher has started: from its variables."""
+    flags = Launch(timeout=place.flags.timeout)
+    if meeting.way in (TORCHRUN, AGAIN):
+        place.export(local_rank)  # the same variables as torchrun's
+        return resolve(flags, os.environ, lambda: 0)
+    size = str(place.local_world_size)
+    srun = {
+        "SLURM_PROCID": str(local_rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_STEP_NUM_TASKS": size,
+        "SLURM_STEP_TASKS_PER_NODE": size,
+        "MASTER_PORT": str(meeting.port),
+    }
+    return resolve(flags, srun, lambda: 0) if meeting.way == SRUN else place
 
 
 def count_questions(asked: Counter[str]) -> None:
@@ -101,13 +144,13 @@ def count_questions(asked: Counter[str]) -> None:
 
         return count
 
-    for name in QUESTIONS:
-        setattr(dist.TCPStore, name, counted(name, getattr(dist.TCPStore, name)))
+    for kind, name in product((dist.TCPStore, dist.PrefixStore), QUESTIONS):
+        setattr(kind, name, counted(name, getattr(kind, name)))
 
 
-def call_roll(store: dist.Store, rank: int, size: int) -> None:
+def call_roll(store: dist.Store, rank: int, size: int, sign: str) -> None:
     """Ask for the keys of all ranks until all are there, and read them."""
-    keys = [f"hello/{other}" for other in range(size)]
+    keys = [f"{sign}/{other}" for other in range(size)]
     store.set(keys[rank], json.dumps({"name": os.urandom(8).hex(), "pid": os.getpid()}))
     pause = 0.002
     while not store.check(keys):
@@ -118,19 +161,29 @@ def call_roll(store: dist.Store, rank: int, size: int) -> None:
 
 
 def sample(way: str, ranks: int, place: Place) -> dict[str, float]:
-    """Meet once, with new processes."""
+    """Meet and end once, with new processes."""
     group = replace(place, local_world_size=ranks, world_size=ranks, port=0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, hosted(group) as here:
-        started = time.monotonic()
-        launch(main_worker, here, Meeting(way, Path(folder)))
+        meeting = Meeting(way, port, Path(folder))
+        if way == AGAIN:
+            launch(main_worker, here, meeting)
+            meeting = replace(meeting, attempt=1)
+        started, busy = time.monotonic(), store_seconds()
+        launch(main_worker, here, meeting)
         seen = [json.loads(file.read_text()) for file in Path(folder).iterdir()]
-        answering = store_seconds()
+        answering = store_seconds() - busy + sum(one["store"] for one in seen)
+    speakers = sum(one["spoke"] for one in seen)
+    assert speakers == (way != NAIVE), f"{speakers} ranks speak"
     last = max(one["began"] for one in seen)
     return {
         "start": last - started,
         "meet": max(one["met"] for one in seen) - last,
         "questions": sum(one["asked"] for one in seen) / ranks,
         "store": answering,
+        "end": max(one["ended"] for one in seen) - max(one["ends"] for one in seen),
+        "questions_at_end": sum(one["asked at the end"] for one in seen) / ranks,
     }
 
 
@@ -165,18 +218,20 @@ def main(place: Place, args: Args) -> None:
     """Compare, and write the result."""
     result: dict[str, Any] = facts("torch") | {"rounds": args.rounds, "sizes": {}}
     for ranks in args.ranks:
-        programs = {way: partial(sample, way, ranks, place) for way in (OURS, NAIVE)}
+        ways = (OURS, TORCHRUN, AGAIN, SRUN, NAIVE)
+        programs = {way: partial(sample, way, ranks, place) for way in ways}
         found = compare(
             programs,
             args.rounds,
             show=lambda way, of, ranks=ranks: (
                 f"{ranks} ranks, {way}: {of['meet']:.2f} s, "
-                f"{of['questions']:.0f} questions per rank, after {of['start']:.1f} s of starting"
+                f"{of['questions']:.0f} questions per rank; end: {of['end']:.2f} s, "
+                f"{of['questions_at_end']:.0f}; after {of['start']:.1f} s of starting"
             ),
         )
         figures = {
             figure: {way: [one[figure] for one in each] for way, each in found.items()}
-            for figure in ("start", "meet", "questions", "store")
+            for figure in next(iter(found.values()))[0]
         }
         result["sizes"][str(ranks)] = figures | {
             "medians": {figure: medians(of) for figure, of in figures.items()}

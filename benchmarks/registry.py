@@ -186,6 +186,12 @@ def growth_of_questions(found: Found) -> float:
     return questions[1] / questions[0]
 
 
+def cores_of_cache(found: Found) -> float:
+    """How many times as fast all cores fill the largest cache as one does."""
+    largest = found["sizes"][max(found["sizes"], key=int)]["medians"]
+    return largest["one core"]["seconds"] / largest["all cores"]["seconds"]
+
+
 def waits_for_copy(found: Found) -> float:
     """How many times as long as a copy in memory takes training waits for a large checkpoint."""
     large = found["ranks"]["1"]["8 GB"]

@@ -87,6 +87,19 @@ def million(found: Found) -> Pictures:
     return {"million": charts}
 
 
+def pixel_cache(found: Found) -> Pictures:
+    """Seconds to decode a folder into a cache, by its images."""
+    sizes = {size: of["medians"] for size, of in found["sizes"].items()}
+    most = max(sizes, key=int)
+    rows = {size: {way: one["seconds"] for way, one in of.items()} for size, of in sizes.items()}
+    title = (
+        f"{int(most):,} images are decoded in {rows[most]['all cores']:.0f} s, "
+        f"opened in {rows[most]['there already']:.2g} s"
+    )
+    ticks = [int(size) for size in sizes]
+    return {"pixel_cache": [Lines(title, "images", "seconds", lines(rows), ticks)]}
+
+
 def at_scale(found: Found) -> Pictures:
     """Milliseconds of an all-reduce of the largest model, a chart for each kind of cluster."""
     model = max(found["gradient_bytes"], key=found["gradient_bytes"].get)
