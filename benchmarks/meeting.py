@@ -5,7 +5,7 @@
 
 The processes are real, forked from one that has imported torch, and connect to one store by TCP.
 Measured is what comes after the last of them has started. They meet by `job://`, as the examples do
-(`common/launch/rendezvous.py`), until all know that all are there, and who they are; with
+(`common/launch/muster.py`), until all know that all are there, and who they are; with
 
 * the variables that a program sets for the processes that it starts: its parent hosts the store;
 * those of torchrun, whose agent hosts it;
@@ -100,18 +100,18 @@ def main_worker(local_rank: int, place: Place, meeting: Meeting) -> None:
     else:
         count_questions(asked)
         store, rank, size = next(dist.rendezvous(JOB, timeout=here.flags.patience))
-    met, questions = time.monotonic(), asked.total()
+    met, questions, received = time.monotonic(), asked["questions"], asked["bytes"]
     if store.add("over", 1) == size:
         store.set("all over", "")
     store.wait(["all over"])
-    ends, asked_before, spoke = time.monotonic(), asked.total(), False
+    ends, asked_before, spoke = time.monotonic(), asked["questions"], False
     if meeting.way == NAIVE:
         call_roll(store, rank, size, "at its end")
     else:
         spoke = last_words.answer(last_words.speaks_first, False)
         last_words.answer(last_words.end_together, None, 30.0)
-    ended, asked_at_end = time.monotonic(), asked.total() - asked_before
-    seen = {"began": began, "met": met, "asked": questions, "spoke": spoke}
+    ended, asked_at_end = time.monotonic(), asked["questions"] - asked_before
+    seen = {"began": began, "met": met, "asked": questions, "bytes": received, "spoke": spoke}
     seen |= {"ends": ends, "ended": ended, "asked at the end": asked_at_end}
     seen["store"] = store_seconds() if meeting.way == SRUN and rank == 0 else 0.0
     (meeting.folder / f"{rank}.json").write_text(json.dumps(seen))
@@ -135,17 +135,20 @@ def launched(local_rank: int, place: Place, meeting: Meeting) -> Place:
 
 
 def count_questions(asked: Counter[str]) -> None:
-    """Count what this process asks its store from now on; of several keys each counts."""
+    """Count questions to the store from now on, a key each, and the bytes of the answers."""
 
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def count(store: dist.Store, keys: Any, *more: Any) -> Any:
-            asked[name] += len(keys) if isinstance(keys, list) else 1
-            return function(store, keys, *more)
+            asked["questions"] += len(keys) if isinstance(keys, list) else 1
+            answer = function(store, keys, *more)
+            given = answer if isinstance(answer, list) else [answer]
+            asked["bytes"] += sum(len(one) for one in given if isinstance(one, bytes))
+            return answer
 
         return count
 
     for kind, name in product((dist.TCPStore, dist.PrefixStore), QUESTIONS):
-        setattr(kind, name, counted(name, getattr(kind, name)))
+        setattr(kind, name, counted(getattr(kind, name)))
 
 
 def call_roll(store: dist.Store, rank: int, size: int, sign: str) -> None:
@@ -181,6 +184,7 @@ def sample(way: str, ranks: int, place: Place) -> dict[str, float]:
         "start": last - started,
         "meet": max(one["met"] for one in seen) - last,
         "questions": sum(one["asked"] for one in seen) / ranks,
+        "bytes": sum(one["bytes"] for one in seen) / ranks,
         "store": answering,
         "end": max(one["ended"] for one in seen) - max(one["ends"] for one in seen),
         "questions_at_end": sum(one["asked at the end"] for one in seen) / ranks,
@@ -199,7 +203,8 @@ def calculated(sizes: dict[str, Any]) -> dict[str, dict[str, float]]:
     """What the store would take with more ranks than were measured, by their number.
 
     Questions per rank grow with the logarithm of the ranks: by least squares over all sizes. An
-    answer takes what it took of the store's time with the most ranks.
+    answer takes what it took of the store's time with the most ranks. The bytes that a rank reads
+    are mostly the roll, which has a line for each rank.
     """
     middle = {int(ranks): of["medians"] for ranks, of in sizes.items()}
     most, questions = max(middle), {ranks: of["questions"][OURS] for ranks, of in middle.items()}
@@ -211,6 +216,7 @@ def calculated(sizes: dict[str, Any]) -> dict[str, dict[str, float]]:
     for ranks in (2 * most, 4 * most, 8 * most):
         asked = first + slope * log2(ranks)
         found[str(ranks)] = {"questions": asked, "store": ranks * asked * answer}
+        found[str(ranks)]["bytes"] = middle[most]["bytes"][OURS] * ranks / most
     return found
 
 

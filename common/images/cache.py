@@ -111,7 +111,7 @@ def pixel_cache(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(threads) as pool:
-            while missing := [n for n in missing if _open(folder / _name(n)) is None]:
+            while missing := [n for n in missing if _read_table(folder / _name(n)) is None]:
                 if not asked:
                     announce(min(len(names), len(missing) * CHUNK))
                 asked = True
@@ -148,7 +148,7 @@ def _make(folder: Path, chunk: int, count: int, decode: Decode) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0
-        missing = _open(path) is None
+        missing = _read_table(path) is None
         if missing:
             temporary = folder / f".{path.name}.tmp"  # ours: we have the lock
             try:
@@ -180,28 +180,38 @@ def _write(file: BinaryIO, first: int, count: int, decode: Decode) -> None:
     os.fsync(file.fileno())
 
 
-def _open(path: Path) -> tuple[Table, NDArray[np.uint8]] | None:
-    """The table and the whole file as a memory map; None if missing, or not as it was written."""
-    start = len(MAGIC) + 16
+def _read_table(path: Path) -> Table | None:
+    """The table of a chunk; None if the file is missing, or not as it was written.
+
+    Read, not mapped: a cache of a million images has 20,000 chunks, and each rank looks at all of
+    them when it starts.
+    """
+    start, row = len(MAGIC) + 16, 8 * COLUMNS
     try:
-        length = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            head, length = file.read(start + row * CHUNK), os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return None
-    if length < start:
+    if len(head) < start or head[: len(MAGIC)] != MAGIC:
+        return None
+    count, checksum = (int(value) for value in np.frombuffer(head, np.uint64, 2, len(MAGIC)))
+    content = head[start : start + row * count]
+    if len(content) < row * count or xxhash.xxh3_64_intdigest(content) != checksum:
+        return None
+    table = np.frombuffer(content, np.uint64).reshape(count, COLUMNS)
+    size = 3 * int((table[:, 1] * table[:, 2]).sum())
+    return table if length == start + row * count + size else None
+
+
+def _open(path: Path) -> tuple[Table, NDArray[np.uint8]] | None:
+    """The table and the whole file as a memory map; None as `_read_table`."""
+    table = _read_table(path)
+    if table is None:
         return None
     # Not np.memmap: it keeps a file open per map. A process may have a thousand open files, and a
     # cache has 20,000 chunks.
-    content = torch.from_file(str(path), shared=False, size=length, dtype=torch.uint8).numpy()
-    if bytes(content[: len(MAGIC)]) != MAGIC:
-        return None
-    count, checksum = (int(value) for value in content[len(MAGIC) : start].view(np.uint64))
-    if len(content) < start + 8 * COLUMNS * count:
-        return None
-    table = content[start : start + 8 * COLUMNS * count].view(np.uint64).reshape(count, COLUMNS)
-    if xxhash.xxh3_64_intdigest(table.tobytes()) != checksum:
-        return None
-    size = 3 * int((table[:, 1] * table[:, 2]).sum())
-    return (table, content) if len(content) == start + table.nbytes + size else None
+    size = path.stat().st_size
+    return table, torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).numpy()
 
 
 def _name(chunk: int) -> str:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from common.launch import place, rendezvous
+from common.launch.muster import not_there
 
 Value = TypeVar("Value")
 UNREACHABLE = (dist.DistError, RuntimeError)
@@ -112,7 +113,7 @@ def _who_gave_none(sign: str) -> list[str]:
     looks = store.compare_set(f"{sign}, looks", "", me) == me.encode()
     if not looks and _comes(key, 1.0):
         return json.loads(store.get(key))
-    missing = rendezvous.not_there(store, [f"{sign}/{rank}" for rank in range(here.world_size)])
+    missing = not_there(store, [f"{sign}/{rank}" for rank in range(here.world_size)])
     store.set(key, json.dumps(found := [str(rank) for rank in missing]))
     return found
 

@@ -6,7 +6,6 @@ time is up; and ranks that torchrun has restarted do not meet the dead ones of t
 """
 
 import errno
-import json
 import os
 import secrets
 import socket
@@ -20,14 +19,12 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.launch import device, place
 from common.launch.cgroup import machine
-from common.launch.console import listed
 from common.launch.errors import Absent, UserError
+from common.launch.muster import PATIENCE, Member, muster
 from common.launch.who import watcher
 
-Member = dict[str, Any]
 JOB = "job://"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-PATIENCE = 5.0  # seconds; a rank that waits longer says for whom
 joined: dist.Store | None = None
 """The store of this process's job, after it has joined."""
 
@@ -71,7 +68,7 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
     listening, me["who"] = watcher.listen(here.loopback, here.host, here.port)
     members = [me]
     if not alone:
-        store, members = _muster(store, me, rank, size, timeout.total_seconds(), _advice(here))
+        store, members = muster(store, me, rank, size, timeout.total_seconds(), _advice(here))
     if size > 1:  # of several nodes, one that came later counts fewer
         os.environ[RESTARTS] = str(max(member["attempt"] for member in members))
     neighbours = sum(member["machine"] == me["machine"] for member in members)
@@ -143,86 +140,3 @@ def _await_host(host: str, port: int, seconds: float) -> None:
                 f"firewall; if this is the only node, leave out --nnodes (or --world-size)"
             ) from None
         return
-
-
-def _muster(
-    store: dist.Store, me: Member, rank: int, size: int, seconds: float, advice: str = ""
-) -> tuple[dist.Store, list[Member]]:
-    """Wait until every rank has come, so that a missing one is named.
-
-    torchrun keeps one store for all its restarts, in which ranks would read the addresses of the
-    dead; and its count of restarts does not name an attempt, because a node that came later counts
-    fewer. So every process introduces itself by a name that nobody had before, rank 0 publishes
-    the roll of the names that it sees, and each rank answers when it finds its own on it. The roll
-    to which all have answered is the world.
-
-    A rank asks for one key at a time, whatever their number is; rank 0 alone reads all, when all
-    are there.
-
-    Returns:
-        The part of the store that only this world uses, and the roll, in rank order.
-
-    Raises:
-        Absent: some did not come in time.
-    """
-    hellos = [f"hello/{other}" for other in range(size)]
-    store.set(hellos[rank], json.dumps(me))
-    began, told, here = time.monotonic(), rank != 0, 0
-    world, answered, roll = "", "", list[Member]()
-    while True:
-        while rank == 0 and here < size and store.check([hellos[here]]):
-            here += 1
-        if here == size:
-            seen = [json.loads(hello) for hello in store.multi_get(hellos)]
-            if seen != roll and all(member["size"] == size for member in seen):
-                world, roll = secrets.token_hex(8), seen
-                store.set(f"{world}/roll", json.dumps(roll))
-                store.set("world", world)
-        elif rank != 0 and store.check(["world"]):
-            newest = store.get("world").decode()
-            if newest != world:
-                world, roll = newest, json.loads(store.get(f"{newest}/roll"))
-        if rank < len(roll) and roll[rank] == me:  # a roll of before a restart names the dead
-            if answered != world:
-                answered = world
-                _answer(store, world, rank, size)
-            if store.check([f"{world}/complete"]):
-                return dist.PrefixStore(f"world-{world}", store), roll
-        waited = time.monotonic() - began
-        if waited > seconds or (waited > PATIENCE and not told):
-            signs = [_sign(world, other) for other in range(size)] if world else hellos
-            missing = not_there(store, signs)
-            names = listed(missing)
-            if waited > seconds:
-                raise Absent(
-                    f"{size - len(missing)} of {size} processes joined within {seconds:g} s; "
-                    f"missing: rank {names}. {advice}"
-                )
-            told = True
-            print(f"waiting for rank {names} of {size}, for up to {seconds:g} s", flush=True)
-        # Noticed a quarter later than it happens, at most, and by few questions.
-        time.sleep(min(0.5, max(0.002, waited / 4)))
-
-
-def _sign(world: str, rank: int) -> str:
-    """The key by which a rank says that it has found itself on a roll."""
-    return f"{world}/here/{rank}"
-
-
-def _answer(store: dist.Store, world: str, rank: int, size: int) -> None:
-    store.set(_sign(world, rank), "")
-    if store.add(f"{world}/answers", 1) == size:
-        store.set(f"{world}/complete", "")
-
-
-def not_there(store: dist.Store, keys: list[str], first: int = 0) -> list[int]:
-    """The numbers of the keys that are not in the store; few questions find a few."""
-    if store.check(keys):
-        return []
-    if len(keys) == 1:
-        return [first]
-    half = len(keys) // 2
-    return [
-        *not_there(store, keys[:half], first),
-        *not_there(store, keys[half:], first + half),
-    ]

@@ -18,7 +18,7 @@ def sizes(ranks: tuple[int, ...], answer: float) -> dict[str, Any]:
     for number in ranks:
         questions = 7 + 6 * log2(number)
         medians = {"questions": {OURS: questions}, "store": {OURS: number * questions * answer}}
-        found[str(number)] = {"medians": medians}
+        found[str(number)] = {"medians": medians | {"bytes": {OURS: 150 * number}}}
     return found
 
 
@@ -27,6 +27,7 @@ def test_more_ranks_are_calculated_from_those_that_were_measured() -> None:
     assert found.keys() == {"1024", "2048", "4096"}
     assert found["4096"]["questions"] == pytest.approx(7 + 6 * 12)
     assert found["4096"]["store"] == pytest.approx(4096 * (7 + 6 * 12) * 2e-5)
+    assert found["4096"]["bytes"] == pytest.approx(150 * 4096)
     assert calculated(sizes((8,), 2e-5)) == {}, "of one size, nobody knows the growth"
 
 

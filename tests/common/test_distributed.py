@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from common.launch import cgroup, rendezvous
+from common.launch import cgroup
+from common.launch import muster as meeting
 from common.launch.console import listed
 from common.launch.errors import NOTES, UserError
-from common.launch.rendezvous import _muster, not_there
+from common.launch.muster import muster, not_there
 from tests.conftest import Programs
 from tests.machine import here
 
@@ -479,7 +480,7 @@ def joined(store: dist.Store, members: list[tuple[Member, int, int]], seconds: f
     """What the members of an attempt agree on: the name of their part of the store, and the restarts."""
 
     def one(entry: tuple[Member, int, int]) -> tuple[str, int]:
-        part, roll = _muster(store, *entry, seconds)
+        part, roll = muster(store, *entry, seconds)
         part.set(f"from {entry[1]}", "x")
         name = next(key for key in store.list_keys() if key.endswith(f"from {entry[1]}"))
         store.delete_key(name)
@@ -511,8 +512,8 @@ def test_restarted_ranks_do_not_meet_the_dead(
     """In the same store, whatever each agent counted, and however many they were before."""
     store = dist.HashStore()
     worlds = [joined(store, [member(rank, 3, 0) for rank in range(3)])]
-    monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
-    monkeypatch.setattr(rendezvous, "time", Turns(2))
+    monkeypatch.setattr(meeting, "PATIENCE", 0.1)
+    monkeypatch.setattr(meeting, "time", Turns(2))
     with pytest.raises(UserError, match=r"2 of 3 processes joined within 0\.3 s; missing: rank 2"):
         joined(store, [member(0, 3, 1), member(1, 3, 1)], 0.3)  # what rank 2 wrote is there, itself it is not
     assert capsys.readouterr().out == "waiting for rank 2 of 3, for up to 0.3 s\n", "by rank 0 alone, once"
@@ -524,6 +525,20 @@ def test_restarted_ranks_do_not_meet_the_dead(
     assert [len(set(world)) for world in worlds] == [1, 1, 1, 1], "all members agree"
     assert len({world[0][0] for world in worlds}) == 4, "each attempt has a part of its own"
     assert [world[0][1] for world in worlds] == [0, 2, 3, 2]
+
+
+def test_after_a_restart_rank_0_waits_for_all() -> None:
+    """A roll for each of those that come, in which the others are the dead, would cost each rank as many readings."""
+    store = dist.HashStore()
+    joined(store, [member(rank, 4, 0) for rank in range(4)])
+    with ThreadPoolExecutor(4) as pool:
+        coming = []
+        for rank in range(4):
+            coming.append(pool.submit(muster, store, *member(rank, 4, 1), 10.0))
+            time.sleep(0.1)
+        rolls = [future.result()[1] for future in coming]
+    assert all(roll == rolls[0] for roll in rolls)
+    assert sum(key.endswith("/roll") for key in store.list_keys()) == 2
 
 
 class Asked(dist.HashStore):

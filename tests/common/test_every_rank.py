@@ -9,7 +9,7 @@ from tests.common.every_rank import CALLS
 from tests.conftest import Programs
 from tests.lint.test_rules import communicating
 
-PROGRAMS = {"_muster", "launch", "main", "predict"}  # the meeting itself, and functions that are or start processes
+PROGRAMS = {"muster", "launch", "main", "predict"}  # the meeting itself, and functions that are or start processes
 
 
 def test_whatever_communicates_is_tried() -> None:
