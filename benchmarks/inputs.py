@@ -26,7 +26,8 @@ def inputs(results: Mapping[str, Mapping[str, Any]]) -> Table:
         for part, of in measured(found).items():
             machine = of["machine"]
             text = json.dumps({key: one for key, one in of.items() if key not in NOT_GIVEN})
-            here = [machine["cpu"], *cores_of(machine), *machine["gpus"]]
+            bf16 = ["native bf16"] * bool(machine.get("bf16_flags"))
+            here = [machine["cpu"], *cores_of(machine), *bf16, *machine["gpus"]]
             rows.append(
                 (
                     f"{name}, {part}" if part else name,

@@ -17,10 +17,11 @@ HERE = Path(__file__).parent
 IMAGES_OF_PAGES = HERE.parent / "docs" / "images"
 HEAD = """# Benchmarks
 
-Each program was measured side by side with what it is compared to, in turns, on one machine. A
-ratio is the median of the rounds' ratios, so it may differ from the ratio of the medians. The raw
-samples are in the JSON files; [the report](results/report.html) has all tables, and opens from the
-disk. `make bench` measures again; `make report` makes this page and the report from the results.
+Each program was measured side by side with what it is compared to, in turns, on the machine that
+its section names. A ratio is the median of the rounds' ratios, so it may differ from the ratio of
+the medians. The raw samples are in the JSON files; [the report](results/report.html) has all
+tables, and opens from the disk. `make bench` measures again; `make report` makes this page and the
+report from the results.
 
 """
 
@@ -54,7 +55,7 @@ def page(results: Mapping[str, Any]) -> str:
     text = HEAD + cells(table.head) + "|---" * len(table.head) + "|\n"
     text += "".join(map(cells, table.rows))
     given = inputs(results)
-    text += "\n## Inputs\n\nWhat each figure was measured on; - is not recorded.\n\n"
+    text += '\n## Inputs\n\nWhat each figure was measured on; "-" means not recorded.\n\n'
     text += cells(given.head) + "|---" * len(given.head) + "|\n" + "".join(map(cells, given.rows))
     parts = [section(one, results[one.result]) for one in known if one.result in results]
     return "\n".join([text, *parts])

@@ -122,11 +122,11 @@ def claims(results: Mapping[str, Any], known: Sequence[Benchmark]) -> Table:
         for claim in benchmark.claims:
             value = claim.measured(results.get(benchmark.result, {}))
             if value is None:
-                rows.append((claim.text, claim.aim, "-", "not measured"))
+                rows.append((benchmark.result, claim.text, claim.aim, "-", "not measured"))
             else:
                 verdict = "met" if claim.met(value) else "NOT met"
-                rows.append((claim.text, claim.aim, claim.told(value), verdict))
-    return Table("", ("claim", "goal", "measured", "verdict"), rows)
+                rows.append((benchmark.result, claim.text, claim.aim, claim.told(value), verdict))
+    return Table("", ("result", "claim", "goal", "measured", "verdict"), rows)
 
 
 def page(results: Mapping[str, Any]) -> str:

@@ -35,6 +35,24 @@ def meeting(found: Found) -> Pictures:
     return {"meeting": charts}
 
 
+def starting(found: Found) -> Pictures:
+    """Seconds of a short run by its ranks; where those of a world of one go."""
+    rows = {
+        int(ranks): {"by the clock": seconds, "of all cores": found["cpu"]["medians"][ranks]}
+        for ranks, seconds in found["seconds"]["medians"].items()
+        if ranks.isdigit()
+    }
+    most = max(rows)
+    title = f"{counted(most, 'rank')}: {rows[most]['by the clock']:.1f} s"
+    grown = Lines(title, "ranks", "seconds of a run of twelve steps", lines(rows), [*rows])
+    parts = {name: value for name, value in found["places"].items() if name != "whole"}
+    first = next(iter(parts))
+    whole = found["places"]["whole"]
+    title = f"A world of one: {whole:.1f} s, {parts[first] / whole:.0%} of them for {first}"
+    bars = Bars(title, "seconds", {name[:58]: value for name, value in parts.items()})
+    return {"starting": [grown, bars]}
+
+
 def bookkeeping(found: Found) -> Pictures:
     """What `Run` adds to a step, by the number of ranks."""
     added = {counted(int(ranks), "rank"): of["added"] for ranks, of in found["ranks"].items()}
@@ -110,7 +128,7 @@ def at_scale(found: Found) -> Pictures:
         least, most = min(seconds, key=int), max(seconds, key=int)
         best = min(seconds[most], key=seconds[most].get)
         times, network = seconds[most]["flat ring"] / seconds[most][best], cluster.split(" and ")[1]
-        title = f"{network}, {int(most):,} GPUs: {best}, {times:.2g} x one ring"
+        title = f"{network}, {int(most):,} GPUs: {best}, {times:.2g} times as fast as one ring"
         y, ticks = f"ms per all-reduce of {model}'s gradients", [int(least), 64, 512, int(most)]
         charts.append(Lines(title, "GPUs, in nodes of 8", y, drawn, ticks))
     return {"at_scale": charts}
