@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -193,10 +194,13 @@ def sample(way: str, ranks: int, place: Place) -> dict[str, float]:
 
 def store_seconds() -> float:
     """The processor time of the youngest thread that answers questions: as old as the store."""
-    tasks = Path("/proc/self/task").iterdir()
-    stores = [int(task.name) for task in tasks if "tcpstore" in (task / "comm").read_text()]
-    schedule = Path(f"/proc/self/task/{max(stores)}/schedstat").read_text()
-    return int(schedule.split()[0]) / 1e9
+    stores = dict[int, Path]()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            if "tcpstore" in (task / "comm").read_text():
+                started = int((task / "stat").read_text().rpartition(")")[2].split()[19])
+                stores[started] = task
+    return int((stores[max(stores)] / "schedstat").read_text().split()[0]) / 1e9
 
 
 def calculated(sizes: dict[str, Any]) -> dict[str, dict[str, float]]:

@@ -198,9 +198,9 @@ def start_against_import(found: Found) -> float:
 
 
 def growth_of_starts(found: Found) -> float:
-    """How many times as many seconds of the cores as 2 ranks 32 take."""
+    """How many times as many seconds of the cores as 2 ranks 16 take."""
     seconds = found["cpu"]["medians"]
-    return seconds["32"] / seconds["2"]
+    return seconds["16"] / seconds["2"]
 
 
 def cores_of_cache(found: Found) -> float:
