@@ -38,6 +38,30 @@ def test_metrics_by_hand() -> None:
     assert found["auc"] == round(sum(areas) / 3, 6)
 
 
+@pytest.mark.parametrize("classes", [2, 3, 12])
+@pytest.mark.parametrize("seed", range(4))
+def test_metrics_equal_scikit_learns(classes: int, seed: int) -> None:
+    """With equal scores, and with a class that is never predicted."""
+    from sklearn import metrics as reference
+
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.cat([torch.arange(classes), torch.randint(classes, (60,), generator=generator)])
+    logits = torch.randint(-2, 3, (len(targets), classes), generator=generator) + 2.0 * F.one_hot(targets, classes)
+    logits[:, 0] -= 9.0 * seed
+    scores = logits.softmax(dim=1)
+    predicted = scores.topk(min(5, classes)).indices[:, 0]  # of equal scores, the same one
+    assert (0 in predicted) == (seed == 0)
+    precision, recall, f1, _ = reference.precision_recall_fscore_support(
+        targets, predicted, labels=range(classes), average="macro", zero_division=0
+    )
+    auc = reference.roc_auc_score(targets, scores[:, 1] if classes == 2 else scores, multi_class="ovr")
+    found = metrics(scores, targets)
+    assert (found["precision"], found["recall"], found["f1"], found["auc"]) == pytest.approx(
+        (precision, recall, f1, auc), abs=1e-6
+    )
+    assert found["accuracy"] == pytest.approx(reference.accuracy_score(targets, predicted), abs=1e-6)
+
+
 def test_two_classes_and_a_class_without_samples() -> None:
     scores = torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.3, 0.7]])
     assert metrics(scores, torch.tensor([0, 0, 1]))["auc"] == 1.0
