@@ -1,11 +1,12 @@
 """Any number of CUDA devices: no documented command is refused, whether there are 0, 1, 2 or 8."""
 
+import functools
 import importlib
 import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,7 +43,8 @@ class Command(NamedTuple):
     flags: tuple[str, ...]
 
 
-def documented() -> list[Command]:
+@functools.cache
+def documented() -> tuple[Command, ...]:
     makefile = (ROOT / "Makefile").read_text().replace("$(OUT)", "runs/demo")
     found = [f"python -m {demo}" for demo in re.findall(r"python -m (examples.mnist_ddp_spawn.*)", makefile)]
     assert found, "make demo"
@@ -51,7 +53,7 @@ def documented() -> list[Command]:
         for block in shell_blocks(text):
             found += expanded(block.commands)
         found += re.findall(r"`((?:srun |torchrun |python )[^`]*-m [^`]+)`", text)
-    return list(dict.fromkeys(filter(None, map(command, found))))
+    return tuple(dict.fromkeys(filter(None, map(command, found))))
 
 
 def command(text: str) -> Command | None:
@@ -67,6 +69,7 @@ def command(text: str) -> Command | None:
     return Command(text, tuple(words[: position - 1]), module, tuple(words[position + 1 :]))
 
 
+@functools.cache  # the flags do not depend on the machine: read once for all numbers of devices
 def arguments(given: Command) -> Any:
     """The command's flags, read by its program's own class of flags; None where it has no ranks."""
     spec = importlib.util.find_spec(given.module)
@@ -135,7 +138,7 @@ def test_no_documented_command_is_refused(
     assert refused == {}
 
 
-def ranks_of_jobs(commands: list[Command]) -> dict[str, tuple[list[int], int]]:
+def ranks_of_jobs(commands: Iterable[Command]) -> dict[str, tuple[list[int], int]]:
     """Of each job of several nodes that is written down node by node: all its ranks, and the size of its world."""
     jobs: dict[str, tuple[list[int], int]] = {}
     for given in commands:
