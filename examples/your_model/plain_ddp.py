@@ -1,7 +1,7 @@
 """Data-parallel training in one file of plain torch. Copy it anywhere: it needs nothing beside it.
 
     torchrun --standalone --nproc-per-node 2 plain_ddp.py
-    torchrun --standalone --nproc-per-node 1 plain_ddp.py    # the same losses
+    torchrun --standalone --nproc-per-node 1 plain_ddp.py    # the same losses up to rounding
 
 `train.py` trains the same model, and adds what long runs need: resuming, mixed precision, logs.
 """
@@ -50,10 +50,13 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if BATCH_SIZE % world_size:
+        raise SystemExit(f"{world_size} ranks do not divide BATCH_SIZE {BATCH_SIZE}: change one")
     torch.manual_seed(rank)  # any dropout differs; DDP sends rank 0's parameters to all
     train_set, test_rows, test_labels = load_data()
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
-    sampler = DistributedSampler(train_set)  # rank r: r, r + W, r + 2W, ... of a permutation
+    # Rank r gets r, r + W, r + 2W, ... of a permutation; samples repeat if W does not divide it.
+    sampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler)
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
     ddp = DDP(model, device_ids=[device] if cuda else None)

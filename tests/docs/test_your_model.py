@@ -46,6 +46,12 @@ def test_one_process_and_two_train_the_same(outs: list[Path]) -> None:
     torch.testing.assert_close(losses(outs[0]), losses(outs[1]), rtol=1e-3, atol=1e-5)
 
 
+def test_the_copy_names_itself(copy: Path) -> None:
+    texts = [path.read_text() for path in (copy / "examples" / "my_training").iterdir() if path.is_file()]
+    assert len(texts) > 5
+    assert [text for text in texts if "your_model" in text] == []
+
+
 @pytest.mark.usefixtures("outs")
 def test_the_comparison_shows_rounding_only(shared_programs: Programs, copy: Path) -> None:
     words = shlex.split(COPYING.commands[4])[1:]
@@ -72,6 +78,10 @@ def test_it_is_used_from_another_repository(shared_programs: Programs, tmp_path:
     assert ELSEWHERE.commands[0].startswith("pip install")
     for command in ELSEWHERE.commands[1:]:
         subprocess.run(["bash", "-c", command.replace("path/to/this/repository", str(ROOT))], cwd=tmp_path, check=True)
+    copied = [path for path in (tmp_path / "my_training").iterdir() if path.suffix in (".py", ".md")]
+    assert len(copied) > 5
+    assert [path.name for path in copied if "your_model" in path.read_text()] == []
+    assert [path.name for path in copied if path.suffix == ".py" and "examples" in path.read_text()] == []
     (start,) = re.findall(r"`python (-m my_training .*?)`", PAGE)
     env = {"PYTHONPATH": str(ROOT)}
     shared_programs.run(*start.split(), "--epochs", 1, "--out", tmp_path / "out", cwd=tmp_path, env=env)

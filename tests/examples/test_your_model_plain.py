@@ -30,7 +30,7 @@ def trained(programs: Programs, folder: Path, ranks: int) -> tuple[list[tuple[fl
 
 def test_it_needs_nothing_of_this_project() -> None:
     assert not re.search(r"^\s*(from|import) (common|examples)", PLAIN.read_text(), re.MULTILINE)
-    assert len(PLAIN.read_text().splitlines()) <= 80
+    assert len(PLAIN.read_text().splitlines()) <= 84
 
 
 def test_one_rank_and_two_train_the_same(programs: Programs, tmp_path: Path) -> None:
@@ -48,3 +48,16 @@ def test_one_rank_and_two_train_the_same(programs: Programs, tmp_path: Path) -> 
     (tmp_path / "plain_ddp.py").write_text(source.replace("cross_entropy(ddp(", "cross_entropy(model("))
     apart, _ = trained(programs, tmp_path, 2)
     assert apart[-1][0] != pytest.approx(one[-1][0], rel=1e-2)
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused(programs: Programs, tmp_path: Path) -> None:
+    """They would train with a smaller one. The page names the numbers of ranks that train the same."""
+    source, page = PLAIN.read_text(), (ROOT / "docs" / "en" / "your-model.md").read_text()
+    (batch,) = re.findall(r"EPOCHS, BATCH_SIZE, LR = 20, (\d+)", source)
+    named = "trains the same model with 1, 2, 3 or 6 ranks, which divide its 426 samples and its batch of 48"
+    assert named in page
+    assert [ranks for ranks in range(1, 49) if 426 % ranks == 0 == int(batch) % ranks] == [1, 2, 3, 6]
+    (tmp_path / "plain_ddp.py").write_text(source.replace("BATCH_SIZE, LR = 20, 48", "BATCH_SIZE, LR = 20, 47"))
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "plain_ddp.py")
+    said = programs.run(*words, cwd=tmp_path, code=1).stderr
+    assert "\n2 ranks do not divide BATCH_SIZE 47: change one\n" in f"\n{said}"
