@@ -18,6 +18,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from common.launch.args import fail, parse
+from common.launch.console import say
 from common.launch.errors import UserError
 from common.launch.who import ask
 from common.launch.who.table import columns
@@ -45,16 +46,16 @@ def main() -> None:
         job = ask.Job.of(args.folder)
     except UserError as error:
         fail(error)
-    print(job.asked(args.folder, f"every {args.every:g} s"), flush=True)
+    read = say(job.asked(args.folder, f"every {args.every:g} s"))
     before, shown = job.everybody(), 0
-    while args.times == 0 or shown < args.times:
+    while read and (args.times == 0 or shown < args.times):
         time.sleep(args.every)
         states = job.everybody()
         if all(state.get("silent") == "gone" for state in states):
-            print("all ranks have ended")
+            say("all ranks have ended")
             return
         home = "\033[H\033[2J" if sys.stdout.isatty() else ""
-        print(f"{home}{live(states, before)}", flush=True)
+        read = say(f"{home}{live(states, before)}")
         before, shown = states, shown + 1
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from common.launch.args import fail, parse
+from common.launch.console import say
 from common.launch.errors import UserError
 from common.train import trace
 from common.train.parts import file_of, read
@@ -33,7 +34,7 @@ def main() -> None:
         others = [read(file_of(args.folder, rank)) for rank in ranks]
         if any(part.began != first.began for part in others):
             raise UserError(f"{args.folder / 'trace'}: the traces are of different recordings")
-        print(trace.report(args.folder, [first, *others]).text)
+        say(trace.report(args.folder, [first, *others]).text)
     except UserError as error:
         fail(error)
 

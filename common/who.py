@@ -12,6 +12,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from common.launch.args import fail, parse
+from common.launch.console import say
 from common.launch.errors import UserError
 from common.launch.who import ask
 from common.launch.who.table import report_of
@@ -32,10 +33,10 @@ def main() -> None:
         job = ask.Job.of(args.folder)
     except UserError as error:
         fail(error)
-    print(job.asked(args.folder, "twice"), flush=True)
+    say(job.asked(args.folder, "twice"))
     before = job.everybody()
     time.sleep(0.5)
-    print(report_of(job.everybody(), before))
+    say(report_of(job.everybody(), before))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.compare.runs import Finished, Row, differing, load, same
-from common.launch.args import show
+from common.compare.runs import GROUPS, Left, Row, differing, load, same
+from common.launch.console import say
 from common.train.curves import Line, draw_panels
 from common.train.files import check_writable, write_atomically
 
@@ -32,23 +32,21 @@ def compare(folders: Sequence[Path], out: Path) -> None:
         UserError: a run cannot be read, or a file not be written.
     """
     runs = load(folders)
-    groups = differing(runs)
+    finished = [run for run in runs if run.facts]
+    groups, alike = differing(finished), {group: same(finished, group) for group in GROUPS[:2]}
     check_writable(out, "--out")
     picture, page = out / "compare.png", out / "compare.html"
-    names = [run.name for run in runs]
     panels = panels_of(runs)
     if panels:
-        draw_panels(picture, panels, ", ".join(names))
-    alike = same(runs)
-    write_atomically(page, page_of(names, groups, alike, picture if panels else None).encode())
-    lines = table(names, groups)
-    if alike:
-        lines += ["", f"{len(alike)} other arguments are the same; the page lists them"]
+        draw_panels(picture, panels, ", ".join(run.name for run in runs))
+    write_atomically(page, page_of(runs, groups, alike, picture if panels else None).encode())
+    differs = table([run.name for run in finished], groups) if len(finished) > 1 else []
     files = [f"{'curves:':23}{picture}"] if panels else []
-    show("\n".join([*lines, "", *files, f"{'page:':23}{page}", ""]))
+    blocks = differs, [*in_words(alike), *unfinished(runs)], [*files, f"{'page:':23}{page}"]
+    say("\n\n".join("\n".join(lines) for lines in blocks if lines))
 
 
-def panels_of(runs: Sequence[Finished]) -> dict[str, dict[str, Line]]:
+def panels_of(runs: Sequence[Left]) -> dict[str, dict[str, Line]]:
     """For each quantity, the runs' curves: metrics first, the accuracy alone where there is one."""
     metrics = dict.fromkeys(name for run in runs for name in run.curves if name.startswith("test/"))
     shown = ["test/accuracy"] if "test/accuracy" in metrics else list(metrics)
@@ -79,33 +77,66 @@ def table(names: Sequence[str], groups: Mapping[str, Sequence[Row]]) -> list[str
     ]
 
 
+def in_words(alike: Mapping[str, Sequence[Row]]) -> list[str]:
+    """How much is the same, and the first of the results that are."""
+    (arguments, results, *_), lines = GROUPS, []
+    if alike[arguments]:
+        count = len(alike[arguments])
+        lines.append(f"{count} other arguments are the same; the page lists them")
+    if found := alike[results]:
+        shown = found[:2] + [row for row in found[2:] if row[0] == "parameter_hash"]
+        told = ", ".join(f"{name} {_cut(values[0], 13)}" for name, values in shown)
+        more = ", ..." if len(found) > len(shown) else ""
+        lines.append(f"{len(found)} other results are the same: {told}{more}")
+    return lines
+
+
+def unfinished(runs: Sequence[Left]) -> list[str]:
+    """A line for each run that has no results."""
+    return [
+        f"{run.name} has no result.json: it has not finished, so only its curves are compared"
+        for run in runs
+        if not run.facts
+    ]
+
+
 def _cut(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def page_of(
-    names: Sequence[str],
+    runs: Sequence[Left],
     groups: Mapping[str, Sequence[Row]],
-    alike: Sequence[tuple[str, str]],
+    alike: Mapping[str, Sequence[Row]],
     picture: Path | None,
 ) -> str:
     """One HTML file with everything in it: what differs first, then the curves."""
-    text = html.escape
+    text, names = html.escape, [run.name for run in runs if run.facts]
     body = ["<tr><th>" + "".join(f"<th>{text(name)}" for name in names)] if groups else []
     for group, rows in groups.items():
         body.append(f'<tr class="group"><th colspan="{len(names) + 1}">{text(group)}')
-        for name, values in rows:
-            body.append(f"<tr><td>{text(name)}" + "".join(f"<td>{text(v)}" for v in values))
+        body += [_row(name, values) for name, values in rows]
+    nothing = "<tr><td>nothing" if len(names) > 1 else ""
+    told = "".join(f"<p>{text(line)}</p>\n" for line in unfinished(runs))
     image = ""
     if picture:
         content = base64.b64encode(picture.read_bytes()).decode()
         image = f'<img alt="curves" src="data:image/png;base64,{content}">'
-    title = text(" / ".join(names))
-    told = "\n".join(f"<tr><td>{text(name)}<td>{text(value)}" for name, value in alike)
+    title = text(" / ".join(run.name for run in runs))
+    same_rows = "".join(
+        f"<details><summary>{len(rows)} {text(group)} are the same</summary><div><table>\n"
+        + "\n".join(_row(name, values[:1]) for name, values in rows)
+        + "\n</table></div></details>\n"
+        for group, rows in alike.items()
+        if rows
+    )
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n'
         f"<style>{STYLE}</style>\n<h1>{title}</h1>\n<h2>What differs</h2>\n"
-        f"<div><table>\n" + ("\n".join(body) or "<tr><td>nothing") + "\n</table></div>\n"
-        f"<h2>Curves</h2>\n{image}\n<details><summary>{len(alike)} arguments are the same"
-        f"</summary><div><table>\n{told}\n</table></div></details></html>\n"
+        f"<div><table>\n" + ("\n".join(body) or nothing) + f"\n</table></div>\n{told}"
+        f"<h2>Curves</h2>\n{image}\n{same_rows}</html>\n"
     )
+
+
+def _row(name: str, values: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td>{html.escape(cell)}" for cell in (name, *values))

@@ -12,21 +12,24 @@ from common.train.curves import Line, lines_of, read_points
 # What differs between any two runs and says nothing, or is said by another name.
 SILENT = ("argv", "out", "resume", "config", "save_config", "settings", "final_loss")
 OUTCOME = ("steps", "samples_per_second", "seconds", "peak_memory_mb", "parameter_hash")
-GROUPS = ("arguments", "result", "machine and data")  # the order of the table
+GROUPS = ("arguments", "results", "machine and data")  # the order of the table
 
 Row = tuple[str, list[str]]  # a name, and a value per run
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A run: its name, what result.json says (by group and name), and its curves by name."""
+class Left:
+    """What a run has left: its name, what result.json says by group and name, its curves by name.
+
+    A run that has not finished says nothing: `facts` is empty.
+    """
 
     name: str
     facts: dict[str, dict[str, str]]
     curves: dict[str, Line]
 
 
-def load(folders: Sequence[Path]) -> list[Finished]:
+def load(folders: Sequence[Path]) -> list[Left]:
     """Read what runs have left. One that goes on, or has failed, has curves only.
 
     Raises:
@@ -38,7 +41,7 @@ def load(folders: Sequence[Path]) -> list[Finished]:
     return [_load(*named) for named in zip(names, folders, strict=True)]
 
 
-def _load(name: str, folder: Path) -> Finished:
+def _load(name: str, folder: Path) -> Left:
     facts: dict[str, dict[str, str]] = {}
     file = folder / "result.json"
     try:
@@ -47,7 +50,7 @@ def _load(name: str, folder: Path) -> Finished:
             facts = grouped(json.loads(file.read_text()))
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"{folder} cannot be read: {error}") from None
-    return Finished(name, facts, lines_of(points))
+    return Left(name, facts, lines_of(points))
 
 
 def grouped(result: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -78,18 +81,20 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def differing(runs: Sequence[Finished]) -> dict[str, list[Row]]:
-    """What is not the same in all runs, by group; `-` where a run does not say it."""
+def differing(runs: Sequence[Left]) -> dict[str, list[Row]]:
+    """What is not the same in all runs, by group."""
     rows = {group: [row for row in _rows(runs, group) if len(set(row[1])) > 1] for group in GROUPS}
     return {group: found for group, found in rows.items() if found}
 
 
-def same(runs: Sequence[Finished]) -> list[tuple[str, str]]:
-    """The arguments that are the same in all runs."""
-    return [(name, row[0]) for name, row in _rows(runs, GROUPS[0]) if len(set(row)) == 1]
+def same(runs: Sequence[Left], group: str) -> list[Row]:
+    """What is the same in all runs of a group; a run alone is not compared."""
+    rows = _rows(runs, group) if len(runs) > 1 else []
+    return [row for row in rows if len(set(row[1])) == 1]
 
 
-def _rows(runs: Sequence[Finished], group: str) -> list[Row]:
+def _rows(runs: Sequence[Left], group: str) -> list[Row]:
     facts = [run.facts.get(group, {}) for run in runs]
     names = dict.fromkeys(name for own in facts for name in own)
-    return [(name, [own.get(name, "-") for own in facts]) for name in names]
+    absent = "not given" if group == GROUPS[0] else "-"
+    return [(name, [own.get(name, absent) for own in facts]) for name in names]

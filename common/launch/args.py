@@ -25,6 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import tyro
 
 from common.launch.config import config_file, config_words, save_config
+from common.launch.console import say
 from common.launch.early import announce, check_copy, judge, sleep_while_waiting, source
 from common.launch.errors import UserError, note
 from common.launch.flags import Launch
@@ -128,7 +129,7 @@ def _docstring(module: str) -> str | None:
 
 def _cuda_devices() -> int:
     """The CUDA devices of this machine."""
-    print("looking for CUDA devices ...", file=sys.stderr, flush=True)
+    say("looking for CUDA devices ...", sys.stderr)
     import torch  # seconds, which only --multiprocessing-distributed and PET_* have to pay here
 
     return torch.cuda.device_count()
@@ -174,7 +175,7 @@ def parse(
         if file:
             default = _read(cls, config_words(cls, file), f"--config {file}: ")
         if {"-h", "--help"} & set(words):
-            show(help_text(cls, command, description or cls.__doc__ or "", default))
+            say(help_text(cls, command, description or cls.__doc__ or "", default).rstrip("\n"))
             raise SystemExit(0)
         return _read(cls, words, default=default)
     except UserError as error:
@@ -207,15 +208,6 @@ def _read(cls: type[Args], words: Sequence[str], where: str = "", default: Any =
         raise UserError(f"{where}{mistake} (--help lists the flags)") from None
 
 
-def show(text: str) -> None:
-    """Print; a reader may have seen enough (`| head`)."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 def fail(error: UserError, patience: float = 10) -> NoReturn:
     """Print the error once for the whole job and end this process with exit code 2.
 
@@ -223,7 +215,7 @@ def fail(error: UserError, patience: float = 10) -> NoReturn:
     ends them, at most `patience` seconds, so that rank 0, which may be later, comes to print it.
     """
     if spoke := may_speak(os.environ):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say(f"error: {error}", sys.stderr)
     note(2, message=f"error: {error}", spoke=spoke)
     if not spoke and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(patience)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.launch import rendezvous
+from common.launch.console import say
 from common.launch.errors import UserError
 
 Value = TypeVar("Value")
@@ -19,7 +20,7 @@ Value = TypeVar("Value")
 def print0(line: str) -> None:
     """Print a line from rank 0 only."""
     if dist.get_rank() == 0:
-        print(line, flush=True)
+        say(line)
 
 
 @contextmanager

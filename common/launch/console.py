@@ -1,13 +1,37 @@
 """Lines for the terminal from whichever process has something to say."""
 
+import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TextIO
+
+
+def say(text: str, file: TextIO | None = None) -> bool:
+    """Print on standard output, at once; if nobody reads any more (`| head`), go on in silence.
+
+    A training shall not end because its reader has seen enough.
+
+    Args:
+        text: one line or more, without the last newline. It is one write, so that lines of several
+            processes do not mix.
+        file: where, if not on standard output.
+
+    Returns:
+        Whether it could be written; after the first time that it could not, all goes nowhere.
+    """
+    file = file or sys.stdout
+    try:
+        print(f"{text}\n", end="", file=file, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what is left to flush goes there
+        return False
+    return True
 
 
 def to_terminal(message: str) -> None:
     """Print to standard error; on a terminal, over the progress bar, perhaps another process's."""
-    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr, flush=True)
+    say(f"\r\033[K{message}" if sys.stderr.isatty() else message, sys.stderr)
 
 
 def complain(line: str) -> None:
@@ -17,7 +41,7 @@ def complain(line: str) -> None:
 
 def warn(line: str) -> None:
     """Print a warning."""
-    print(f"warning: {line}", file=sys.stderr, flush=True)
+    say(f"warning: {line}", sys.stderr)
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.launch.cgroup import cores
-from common.launch.console import warn
+from common.launch.console import say, warn
 from common.launch.errors import UserError
 from common.launch.flags import MustExist
 from common.launch.place import Place
@@ -18,7 +18,7 @@ WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}  # of OpenMP: h
 
 
 def judge(args: Any, place: Place) -> None:
-    """Look at what the flags name: data, checkpoints, folders, packages, cores.
+    """Look at what the flags name: data, checkpoints, folders, packages, cores, parts of a batch.
 
     What differs from node to node is left to the ranks, which agree on who says so.
 
@@ -26,6 +26,8 @@ def judge(args: Any, place: Place) -> None:
         UserError: something is missing, or cannot be used.
     """
     check_processes(place)
+    if hasattr(args, "check_world_size"):
+        args.check_world_size(place.world_size)
     if place.num_nodes == 1:
         _check_paths(args)
         if hasattr(args, "out") and hasattr(args, "epochs") and place.rank == 0:
@@ -160,7 +162,7 @@ def announce(place: Place) -> None:
     if place.launcher in ("torchrun", "slurm"):
         several += f", by {place.launcher}"
     how = ", ".join([backend] * (backend != "auto") + where)
-    print(f"starting {several} ({how}) ...", flush=True)
+    say(f"starting {several} ({how}) ...")
     if not place.launched and place.local_world_size > cores() and not _has_cuda(place):
         wanted = place.local_world_size
         warn(f"{wanted} processes share {cores()} core(s): that is slower, not faster")

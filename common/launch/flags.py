@@ -147,6 +147,26 @@ def share(**values: float) -> None:
             raise UserError(f"--{name.replace('_', '-')} {value}: give a number from 0 to below 1")
 
 
+def equal_parts(batch_size: int, parts: int, what: str | None = None) -> int:
+    """The samples in each of the equal parts of a global batch.
+
+    Args:
+        batch_size: the flag of this name: samples in a global batch.
+        parts: how many parts.
+        what: the parts in words, for the message; by default "N ranks".
+
+    Raises:
+        UserError: the number of parts does not divide the batch.
+    """
+    if batch_size < 1 or batch_size % parts:
+        nearest = max(1, round(batch_size / parts)) * parts
+        raise UserError(
+            f"--batch-size {batch_size} (global) cannot be divided by {what or f'{parts} ranks'}; "
+            f"use {nearest}, for example"
+        )
+    return batch_size // parts
+
+
 def fixed_flags(args: Any) -> Iterator[tuple[str, Any]]:
     """Names and values of the flags that a resumed run must have like the run before it.
 

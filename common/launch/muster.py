@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common.launch.console import listed
+from common.launch.console import listed, say
 from common.launch.errors import Absent
 
 Member = dict[str, Any]
@@ -71,7 +71,7 @@ def muster(
                     f"missing: rank {names}. {advice}"
                 )
             told = True
-            print(f"waiting for rank {names} of {size}, for up to {seconds:g} s", flush=True)
+            say(f"waiting for rank {names} of {size}, for up to {seconds:g} s")
         # Noticed a quarter later than it happens, at most, and by few questions.
         time.sleep(min(0.5, max(0.002, waited / 4)))
 

@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.launch import device, place
 from common.launch.cgroup import machine
+from common.launch.console import say
 from common.launch.errors import Absent, UserError
 from common.launch.muster import PATIENCE, Member, muster
 from common.launch.who import watcher
@@ -130,7 +131,7 @@ def _await_host(host: str, port: int, seconds: float) -> None:
             why = error.strerror or error
             if not told and time.monotonic() > began + PATIENCE:
                 told = True
-                print(f"waiting for the first node, {place.address(host, port)}: {why}", flush=True)
+                say(f"waiting for the first node, {place.address(host, port)}: {why}")
             if time.monotonic() < deadline:
                 time.sleep(0.1)
                 continue

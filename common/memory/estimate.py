@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from common.launch.console import say
 from common.memory.args import Args
 from common.memory.measure import Part, blocks, build, measure
 
@@ -87,9 +88,9 @@ def main(args: Args) -> None:
         measured = {name: measure(built, name == "bf16") for name in ("fp32", "bf16")}
     count = sum(parameter.numel() for parameter in model.parameters())
     shape = "x".join(map(str, inputs.shape[1:]))
-    print(
+    say(
         f"{args.arch}: {count:,} parameters, {args.optimizer}, global batch {args.batch_size} of "
         f"{shape}, {args.ranks} ranks, kernels of {args.device}; on a rank:"
     )
     for name, parts in measured.items():
-        print(f"\n{name:12}" + "\n".join(table(args, parts, blocks(model))))
+        say(f"\n{name:12}" + "\n".join(table(args, parts, blocks(model))))

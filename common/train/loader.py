@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from common.launch.device import core_share
 from common.launch.errors import UserError
+from common.launch.flags import equal_parts
 from common.launch.place import current
 from common.train.seed import random_state, restore_random_state, seed_loader_worker
 from common.train.seen import Counts, Seen, seen
@@ -43,14 +44,7 @@ def local_batch(batch_size: int, parts: int | None = None, what: str | None = No
     Raises:
         UserError: the number of parts does not divide the batch.
     """
-    parts = dist.get_world_size() if parts is None else parts
-    if batch_size < 1 or batch_size % parts:
-        nearest = max(1, round(batch_size / parts)) * parts
-        raise UserError(
-            f"--batch-size {batch_size} (global) cannot be divided by {what or f'{parts} ranks'}; "
-            f"use {nearest}, for example"
-        )
-    return batch_size // parts
+    return equal_parts(batch_size, dist.get_world_size() if parts is None else parts, what)
 
 
 def rest_of_epoch(

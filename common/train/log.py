@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.launch.console import say
 from common.launch.errors import UserError
 from common.train.curves import Point, read_points
 from common.train.files import set_aside, write_atomically, writing
@@ -44,15 +45,16 @@ class Log:
     def print0(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if self.active:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
+            with tqdm.external_write_mode(sys.stdout):
+                say(line)
 
     def warn(self, line: str) -> None:
         """Print a warning on standard error, yellow on a terminal (not with NO_COLOR)."""
         if self.active:
             colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
             line = f"warning: {line}"
-            tqdm.write(f"\033[1;33m{line}\033[0m" if colour else line, file=sys.stderr)
+            with tqdm.external_write_mode(sys.stderr):
+                say(f"\033[1;33m{line}\033[0m" if colour else line, sys.stderr)
 
     def bar(self, label: str, total: int, done: int) -> None:
         """Show a progress bar of the whole run on rank 0's terminal; none where there is none.

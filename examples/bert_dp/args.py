@@ -7,8 +7,19 @@ from typing import Annotated, Any
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, MustExist, Repeat, Watch, at_least, share
+from common.launch.flags import (
+    MAY_CHANGE,
+    Launch,
+    MustExist,
+    Repeat,
+    Watch,
+    at_least,
+    equal_parts,
+    share,
+)
 from common.train.precision import Precision
+
+TRAINED = MustExist(remedy="train with python -m examples.bert_dp, or give the model/ of a run")
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,10 @@ class Args:
         share(mask=self.mask)
         refuse_image_flags(self.amp)
 
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        equal_parts(self.batch_size, world_size)
+
 
 @dataclass(frozen=True)
 class TrainerArgs:
@@ -178,6 +193,10 @@ class TrainerArgs:
                 f"--gpu {self.launch.gpu}: the Trainer takes the devices of CUDA_VISIBLE_DEVICES"
             )
 
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        equal_parts(self.batch_size, world_size)
+
 
 @dataclass(frozen=True)
 class RobustTrainerArgs(TrainerArgs):
@@ -198,7 +217,7 @@ class RobustTrainerArgs(TrainerArgs):
 class PredictArgs:
     """The flags of `predict.py`."""
 
-    model: Annotated[Path, arg(metavar="DIR")] = Path("runs/bert_dp/model")
+    model: Annotated[Path, arg(metavar="DIR"), TRAINED] = Path("runs/bert_dp/model")
     """Folder that a training program has written, or any local BERT for classification."""
     text: str | None = None
     """One review."""

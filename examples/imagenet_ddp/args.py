@@ -8,7 +8,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from common.images.args import ImageArgs
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, Watch, at_least, share
+from common.launch.flags import MAY_CHANGE, Launch, Watch, at_least, equal_parts, share
 from common.train.precision import Precision
 
 # defaults, by the kind of images
@@ -95,6 +95,12 @@ class Args:
             raise UserError(
                 "--evaluate needs weights: give --resume auto, --resume PATH or --pretrained"
             )
+
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        if not self.evaluate:
+            passes = f"{world_size} rank(s) x {self.accumulate} backward pass(es)"
+            equal_parts(self.global_batch, world_size * self.accumulate, passes)
 
     @property
     def num_epochs(self) -> int:

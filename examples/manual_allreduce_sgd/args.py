@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, share
+from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, equal_parts, share
 from common.train.precision import Precision
 
 Synchronous = Literal[
@@ -113,6 +113,11 @@ class Args:
                 f"--compress {self.compress} does not go with {self.algorithm}: "
                 f"use {', '.join(CAN_COMPRESS[self.compress])}"
             )
+
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        if self.shares == "equal":
+            equal_parts(self.batch_size, world_size)
 
     @property
     def share_numbers(self) -> list[int]:

@@ -31,7 +31,7 @@ from tyro.conf import OmitArgPrefixes, arg
 from common.data.idx import ImageData, image_data
 from common.launch import rendezvous
 from common.launch.args import STOPPING, fail, start
-from common.launch.console import complain
+from common.launch.console import complain, say
 from common.launch.device import share_cores
 from common.launch.errors import Lost, UserError
 from common.launch.flags import IDX, Launch, at_least, share
@@ -120,11 +120,6 @@ def train(args: Args, data: ImageData, membership: Membership, done: int) -> Non
         meet, failures, since = bool(message[-1] > 0) or done == replica.steps, 0, time.monotonic()
         if done % replica.steps_per_epoch == 0:
             end_epoch(replica, done)
-
-
-def say(line: str) -> None:
-    """Print a line at once, in one write: those of several processes do not mix."""
-    print(f"{line}\n", end="", flush=True)
 
 
 def end_epoch(replica: Replica, done: int) -> None:

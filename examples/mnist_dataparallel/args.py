@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, share
+from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, equal_parts, share
 from common.train.precision import PrecisionWithoutFp16
 
 
@@ -66,6 +66,10 @@ class Args:
                 "--compile: torch.compile does not work in the threads of DataParallel; "
                 "leave it out"
             )
+
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        equal_parts(self.batch_size, world_size)
 
 
 def device_names(text: str, flags: Launch) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, share
+from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, equal_parts, share
 from common.train.precision import Precision
 
 
@@ -77,6 +77,10 @@ class Args:
                 f"--save-model: the best weights are always kept, in {self.out}/best.safetensors: "
                 f"leave it out"
             )
+
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        equal_parts(self.batch_size, world_size)
 
     @property
     def num_epochs(self) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, MustExist, Watch, at_least
+from common.launch.flags import MAY_CHANGE, Launch, MustExist, Watch, at_least, equal_parts
 from common.train.precision import PrecisionWithoutFp16
 
 TORCH_ALONE = ("zero-bubble", "dualpipev")
@@ -115,3 +115,9 @@ class Args:
                 f"--compile with --schedule {self.pipeline.schedule}: a compiled backward pass "
                 f"cannot be split; choose another schedule"
             )
+
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        replicas, rest = divmod(world_size, self.pipeline.stages or world_size)
+        if not rest:  # else the ranks are no grid, which make_grid complains of
+            equal_parts(self.batch_size, replicas, f"{replicas} replicas")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from common.launch.flags import MAY_CHANGE, Launch, Watch, at_least
+from common.launch.flags import MAY_CHANGE, Launch, Watch, at_least, equal_parts
 from common.train.precision import Precision
 
 
@@ -45,6 +45,10 @@ class Args:
         at_least(1, checkpoint_every=self.checkpoint_every)
         at_least(0, workers=self.workers, lr=self.lr, seed=self.seed)
         at_least(0, weight_decay=self.weight_decay)
+
+    def check_world_size(self, world_size: int) -> None:
+        """See that so many ranks can divide the batch; asked before any of them is started."""
+        equal_parts(self.batch_size, world_size)
 
 
 @dataclass(frozen=True)

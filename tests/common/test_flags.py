@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -17,20 +18,22 @@ from common.launch import early
 from common.launch.args import parse
 from common.launch.cgroup import cores
 from common.launch.config import all_flags, save_config
-from common.launch.early import announce, check_processes, sleep_while_waiting
+from common.launch.console import say
+from common.launch.early import announce, check_processes, judge, sleep_while_waiting
 from common.launch.errors import UserError
 from common.launch.flags import MAY_CHANGE, Launch, Watch, fixed_flags
 from common.launch.place import Place
 from common.train.precision import Precision
 from common.who import Args as WhoArgs
-from examples.bert_dp.args import TrainerArgs
+from examples.bert_dp.args import PredictArgs, TrainerArgs
 from examples.imagenet_ddp.args import Args as ImagenetArgs
+from examples.manual_allreduce_sgd.args import Args as UnequalArgs
 from examples.mnist_ddp_spawn.args import Args
 from examples.resnet_pipeline.args import Args as PipelineArgs
 from tests import warm
 from tests.conftest import ROOT, Programs
 from tests.machine import here
-from tests.runs import shown
+from tests.runs import NO_GPU, shown
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/__main__.py"))
 STARTED = sorted(
@@ -133,6 +136,16 @@ def check_help(text: str, program: str) -> None:
 def test_another_python_than_that_of_the_environment_is_named(programs: Programs, program: str) -> None:
     said = programs.run("-S", "-m", program, code=2, cold=True).stderr  # without site-packages
     assert re.fullmatch(r"error: \S+ has none of the packages .* '\. \.venv/bin/activate' .*\n", said)
+
+
+def test_what_nobody_reads_goes_nowhere() -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w") as file:  # noqa: PTH123 - a descriptor
+        assert say("read", file)
+        assert os.read(reading, 100) == b"read\n"
+        os.close(reading)
+        assert not say("unread", file)
+        assert say("nowhere", file)
 
 
 def test_a_reader_of_the_help_may_leave(programs: Programs) -> None:
@@ -322,6 +335,57 @@ def test_more_processes_than_cores_are_warned_of(capsys: pytest.CaptureFixture[s
         assert said.err == (line if wanted > cores() else "")
     with pytest.raises(UserError, match=f"give at most {most}"):
         check_processes(replace(place, local_world_size=most + 1))
+
+
+@pytest.mark.parametrize("program", [*EXAMPLES, "bert_dp:TrainerArgs"])
+def test_a_batch_that_ranks_cannot_divide_is_found_before_they_start(tmp_path: Path, program: str) -> None:
+    """As all that is known from the flags; of a pipeline, its replicas divide the batch."""
+    example, _, cls = program.partition(":")
+    more = ["--stages", "1"] if example == "resnet_pipeline" else []
+    flags = getattr(import_module(f"examples.{example}.args"), cls or "Args")
+    args = parse(flags, ["-b", "7", *more, "--out", str(tmp_path)])
+    place = Place("spawn", 1, 0, 2, 2, 0, 0, "127.0.0.1", 0, Launch())
+    message = r"--batch-size 7 \(global\) cannot be divided by 2 (ranks|replicas|rank\(s\) x 1 .*); use 8, for example"
+    with pytest.raises(UserError, match=f"^{message}$"):
+        judge(args, place)
+    judge(replace(args, batch_size=8), place)
+
+
+def test_a_model_that_is_not_trained_yet_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args, place = parse(PredictArgs, ["--text", "a review"]), Place("plain", 1, 0, 1, 1, 0, 0, "", 0, Launch())
+    with pytest.raises(
+        UserError, match=r"^--model runs/bert_dp/model: .*; train with python -m examples.bert_dp"
+    ):
+        judge(args, place)
+    (tmp_path / "runs" / "bert_dp" / "model").mkdir(parents=True)
+    judge(args, place)
+
+
+def test_what_divides_a_batch_follows_from_the_flags(tmp_path: Path) -> None:
+    place = Place("spawn", 1, 0, 2, 2, 0, 0, "127.0.0.1", 0, Launch())
+    out = ["--out", str(tmp_path)]
+    judge(parse(PipelineArgs, ["-b", "7", *out]), place)  # one pipeline of two stages
+    judge(parse(UnequalArgs, ["-b", "7", "--shares", "3,1", *out]), place)
+    judge(parse(ImagenetArgs, ["-b", "12", "--accumulate", "3", *out]), place)
+    with pytest.raises(UserError, match=r"by 2 rank\(s\) x 3 backward pass\(es\); use 6, for example$"):
+        judge(parse(ImagenetArgs, ["-b", "8", "--accumulate", "3", *out]), place)
+
+
+# A program whose flags do not judge its batch.
+LATE = """
+import sys
+from common.launch.args import start
+from examples.your_model.args import Args
+del Args.check_world_size
+sys.argv = ["x", "--nproc", "2", "-b", "7", "--out", sys.argv[1]]
+start(Args, "examples.your_model.train:main")
+"""
+
+
+def test_the_ranks_find_it_as_well(programs: Programs, tmp_path: Path) -> None:
+    said = programs.run("-c", LATE, tmp_path, code=2).stderr.replace(NO_GPU, "")
+    assert said == "error: --batch-size 7 (global) cannot be divided by 2 ranks; use 8, for example\n"
 
 
 SPAWNED = Place("spawn", 1, 0, 1, 1, 0, 0, "127.0.0.1", 0, Launch(threads=2))

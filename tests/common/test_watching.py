@@ -227,18 +227,51 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     runs = [a_run(tmp_path / "a", 0.1, 0.9, "one"), a_run(tmp_path / "b", None, 0.95, "<two>")]
     compare(runs, tmp_path / "out")
     rows = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
-    assert rows[:3] == [["what differs", "a", "b"], ["arguments"], ["lr", "0.1", "-"]]
-    assert rows[3:5] == [["result"], ["accuracy", "0.9", "0.95"]]
+    assert rows[:3] == [["what differs", "a", "b"], ["arguments"], ["lr", "0.1", "not given"]]
+    assert rows[3:5] == [["results"], ["accuracy", "0.9", "0.95"]]
     assert rows[5:8] == [["machine and data"], ["host", "one", "<two>"], ["world_size", "3", "5"]]
     assert rows[9] == ["3 other arguments are the same; the page lists them"]
-    assert [row[0] for row in rows[11:]] == ["curves:", "page:"], "nothing else differs"
+    assert rows[10] == ["1 other results are the same: peak_memory_mb.host 12"]
+    assert [row[0] for row in rows[12:]] == ["curves:", "page:"], "nothing else differs"
     page = (tmp_path / "out" / "compare.html").read_text()
     assert "<tr><td>host<td>one<td>&lt;two&gt;\n" in page
     assert page.index("<td>lr") < page.index("<img") < page.index("<td>world_size<td>-1"), "what differs stands first"
     assert "http" not in page, "it needs nothing but itself"
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.height > 500  # two panels
-    assert grouped({"peak_memory_mb": [{"host": 10}, {"host": 12}]})["result"] == {"peak_memory_mb.host": "12"}
+    assert grouped({"peak_memory_mb": [{"host": 10}, {"host": 12}]})["results"] == {"peak_memory_mb.host": "12"}
+
+
+def test_equal_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What one wants to know of a run that was resumed, and of the other one."""
+    runs = [a_run(tmp_path / name, 0.1, 0.9861, "one") for name in ("straight", "resumed")]
+    for run in runs:
+        result = json.loads((run / "result.json").read_text())
+        result |= {"steps": 7, "seconds": 2, "parameter_hash": "0123456789abcdef"}
+        (run / "result.json").write_text(json.dumps(result))
+    compare(runs, tmp_path / "out")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "nothing differs"
+    same = "5 other results are the same: accuracy 0.9861, steps 7, parameter_hash 0123456789ab…, ..."
+    assert said[2:4] == ["4 other arguments are the same; the page lists them", same]
+
+
+def test_a_run_that_has_not_finished_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not as a table of everything that it does not say."""
+    runs = [a_run(tmp_path / name, 0.1, 0.9, "one") for name in ("a", "b", "resumed")]
+    (runs[2] / "result.json").unlink()
+    line = "resumed has no result.json: it has not finished, so only its curves are compared"
+    compare([runs[0], runs[2]], tmp_path / "out")
+    said = capsys.readouterr().out.splitlines()
+    assert said[:2] == [line, ""]
+    assert [word.split()[0] for word in said[2:]] == ["curves:", "page:"]
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert f"<p>{line}</p>" in page
+    assert "<td>" not in page
+    compare(runs, tmp_path / "out")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "nothing differs"
+    assert line in said
 
 
 def test_nobody_has_to_read_a_comparison(tmp_path: Path) -> None:

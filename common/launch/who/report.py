@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.launch import last_words, place, rendezvous
+from common.launch.console import say
 from common.launch.who import ask, calls, watcher
 from common.launch.who.table import report_of
 from common.launch.who.watcher import Watcher
@@ -36,7 +37,7 @@ def show(twice: bool = False) -> None:
     if twice:
         time.sleep(0.5)
         before, states = states, ask.everybody(own.roll, own.token)
-    print(report_of(states, before), file=sys.stderr, flush=True)
+    say(report_of(states, before), sys.stderr)
 
 
 def report(error: BaseException | None = None, seconds: float = 2.0) -> None:
