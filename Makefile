@@ -51,6 +51,7 @@ endif
 
 demo: .venv/.demo
 	@$(BIN)/python -m examples.mnist_ddp_spawn --nproc 2 --out $(OUT)
+	@echo "next: docs/en/getting-started.md; your own model: examples/your_model"
 
 test: setup
 	@$(BIN)/tox run -e lint,types,core

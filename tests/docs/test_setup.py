@@ -62,7 +62,9 @@ def test_an_index_that_cannot_be_reached_is_named_last(
 
 
 def test_the_demo_needs_no_tools_of_tests(tmp_path: Path) -> None:
-    assert made(tmp_path, 0, "demo").returncode == 0
+    done = made(tmp_path, 0, "demo")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "next: docs/en/getting-started.md; your own model: examples/your_model"
     first = (tmp_path / "said").read_text()
     assert re.search(r"^uv pip install .*--editable \.", first, re.MULTILINE)
     assert "--group" not in first
