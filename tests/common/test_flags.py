@@ -354,9 +354,7 @@ def test_a_batch_that_ranks_cannot_divide_is_found_before_they_start(tmp_path: P
 def test_a_model_that_is_not_trained_yet_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     args, place = parse(PredictArgs, ["--text", "a review"]), Place("plain", 1, 0, 1, 1, 0, 0, "", 0, Launch())
-    with pytest.raises(
-        UserError, match=r"^--model runs/bert_dp/model: .*; train with python -m examples.bert_dp"
-    ):
+    with pytest.raises(UserError, match=r"^--model runs/bert_dp/model: .*; train with python -m examples.bert_dp"):
         judge(args, place)
     (tmp_path / "runs" / "bert_dp" / "model").mkdir(parents=True)
     judge(args, place)
