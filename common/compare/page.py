@@ -84,7 +84,7 @@ def in_words(alike: Mapping[str, Sequence[Row]]) -> list[str]:
         count = len(alike[arguments])
         lines.append(f"{count} other arguments are the same; the page lists them")
     if found := alike[results]:
-        shown = found[:2] + [row for row in found[2:] if row[0] == "parameter_hash"]
+        shown = [*found[:2], *(row for row in found[2:] if row[0] == "parameter_hash")]
         told = ", ".join(f"{name} {_cut(values[0], 13)}" for name, values in shown)
         more = ", ..." if len(found) > len(shown) else ""
         lines.append(f"{len(found)} other results are the same: {told}{more}")

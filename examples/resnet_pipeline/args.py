@@ -119,5 +119,5 @@ class Args:
     def check_world_size(self, world_size: int) -> None:
         """See that so many ranks can divide the batch; asked before any of them is started."""
         replicas, rest = divmod(world_size, self.pipeline.stages or world_size)
-        if not rest:  # else the ranks are no grid, which make_grid complains of
+        if not rest:  # else make_grid refuses the number of stages
             equal_parts(self.batch_size, replicas, f"{replicas} replicas")
