@@ -31,7 +31,7 @@ class Args:
 
     epochs: int = 20
     """Passes over the digits."""
-    lr: float = 0.1
+    lr: float = 0.2
     """Highest learning rate."""
     kill: int = 130
     """Kill the third run when this step has been saved."""
