@@ -15,7 +15,7 @@ file in memory (`note` in common/launch/errors.py), and this process exits with 
 | 2 | a mistake of the user | give up: the same will happen again |
 | 75 | another process of the job was lost, or never came | start again; it counts elsewhere |
 | 128 + n | stopped by signal n, after a checkpoint | start again |
-| 137 | the kernel killed a process; if memory ran out, a line says so | start again a few times |
+| 137 | a process was killed; the last line says whether memory ran out | start again a few times |
 | 1 | anything else | start again a few times |
 """
 
@@ -23,9 +23,11 @@ import argparse
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +36,9 @@ Env = Mapping[str, str]
 NOTES, RETRY = "EXIT_NOTES", 75  # as in common/launch/errors.py; a test compares them
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AWAITED = (*PASSED_ON, signal.SIGCHLD)
+KILLED = 128 + signal.SIGKILL
 OTHERWISE = "the reason is above torchrun's tracebacks, or in the log of another node"
+NOT_FOR_MEMORY = "the container's memory limit was not reached as far as its control group counts: see the node's log"
 MEMORY_EVENTS = ("memory.events", "memory/memory.oom_control")  # of control groups 2 and 1
 
 
@@ -77,6 +81,8 @@ class Supervisor:
         self.oom_kills = oom_kills()
         self.started = time.monotonic()
         self.had_workers = False
+        self.torchrun = "torch.distributed.run" in command or command[0].endswith("torchrun")
+        self.workers = Workers()
 
     def run(self) -> int:
         """Start the command and wait until nothing is left of it."""
@@ -127,7 +133,10 @@ class Supervisor:
     def _must_end(self) -> bool:
         """Whether time is up, or the command ignores the end of its workers."""
         now = time.monotonic()
-        states = [state for pid, state in descendants().items() if pid != self.child]
+        family = descendants()
+        states = [state for pid, (state, _) in family.items() if pid != self.child]
+        if self.torchrun:
+            self.workers.watch({pid for pid, (_, parent) in family.items() if parent == self.child})
         self.had_workers |= bool(states)
         if now > self.deadline:
             name = signal.Signals(self.asked[0]).name
@@ -159,27 +168,79 @@ class Supervisor:
         if for_memory := max(0, oom_kills() - self.oom_kills):
             what = "the memory limit of the container was reached; give it more, or a smaller batch"
             return _complain(f"the kernel ended {for_memory} process(es): {what}", 137)
-        noted = first_note(notes, bool(self.asked))
-        torchrun = "torch.distributed.run" in self.command or self.command[0].endswith("torchrun")
+        end = self.workers.first_end()
+        noted = first_note(notes, bool(self.asked), None if end is None else end == -signal.SIGKILL)
         if noted is None and self.asked:  # torchrun says 1
             noted = 128 + self.asked[0]
+        if noted == KILLED or (noted is None and -signal.SIGKILL in (code, end)):
+            return _complain(f"a process of this node was ended by SIGKILL; {NOT_FOR_MEMORY}", KILLED)
+        if noted is None and self.torchrun and notes and end is None:  # it was not seen
+            how = "ended without a word: it was killed, or it crashed and has printed why"
+            return _complain(f"a process of this node {how}; {NOT_FOR_MEMORY}", KILLED)
+        if noted is None and end is not None and end < 0:
+            crash = f"was ended by {signal.Signals(-end).name}: see what it printed"
+            return _complain(f"a process of this node {crash}", code if code > 0 else 128 - code)
         if noted is None:
             waited = time.monotonic() - self.started
-            if torchrun and not self.had_workers and waited > self.stuck:
+            if self.torchrun and not self.had_workers and waited > self.stuck:
                 no_worker = f"after {waited:.0f} s without starting a worker: not all nodes came"
                 return _complain(f"torchrun gave up {no_worker}", RETRY)
             noted = code if code > 0 else 128 - code
-        if reason := last_words(notes, noted, torchrun):
+        if reason := last_words(notes, noted, self.torchrun):
             print(reason, file=sys.stderr, flush=True)
         return noted
 
 
-def first_note(notes: str, asked: bool) -> int | None:
+class Workers:
+    """Sees how the workers of torchrun end, which is not their parent's to tell: it says 1.
+
+    A process that has ended keeps its exit code until its parent asks for it, which torchrun does
+    within 0.1 s. A thread that sleeps until then reads it in /proc. On a busy machine it may come
+    too late; then the end is unknown.
+    """
+
+    def __init__(self) -> None:
+        self.seen, self.alive = set[int](), dict[int, int]()  # numbers; numbers by descriptor
+        self.ends: list[int | None] = []  # in their order: exit codes, -n for signal n
+        self.events = select.epoll()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def watch(self, pids: set[int]) -> None:
+        """Look at these processes, too."""
+        new = pids - self.seen
+        if new and not self.alive:
+            self.ends.clear()  # another attempt
+        for pid in new:
+            self.seen.add(pid)
+            with contextlib.suppress(OSError):  # it is gone, or the system has no such descriptors
+                descriptor = os.pidfd_open(pid)
+                self.alive[descriptor] = pid
+                self.events.register(descriptor, select.EPOLLIN)
+
+    def first_end(self) -> int | None:
+        """How the first worker ended that did not end well; None if that was not seen."""
+        return next((end for end in list(self.ends) if end != 0), None)
+
+    def _watch(self) -> None:
+        while True:
+            for descriptor, _ in self.events.poll():
+                end = None
+                with contextlib.suppress(OSError):
+                    status = Path(f"/proc/{self.alive[descriptor]}/stat").read_text().split()[-1]
+                    end = os.waitstatus_to_exitcode(int(status))
+                self.ends.append(end)
+                self.events.unregister(descriptor)
+                os.close(descriptor)
+                del self.alive[descriptor]
+
+
+def first_note(notes: str, asked: bool, killed: bool | None = None) -> int | None:
     """What the first process to end in torchrun's last attempt noted; the others followed it.
 
     Args:
         notes: lines of attempt, exit code, processes of the job on this machine, perhaps a reason.
         asked: whether this machine was told to stop.
+        killed: whether the first worker to end was killed; if unknown, the notes are counted.
 
     Returns:
         None if nothing is noted, or if all only followed another process of this machine: one that
@@ -188,7 +249,10 @@ def first_note(notes: str, asked: bool) -> int | None:
     found = [tuple(map(int, line.split()[:3])) for line in notes.splitlines()]
     last = max((attempt for attempt, _, _ in found), default=0)
     codes = [code for attempt, code, _ in found if attempt == last]
-    killed = any(attempt == last and processes > len(codes) for attempt, _, processes in found)
+    if KILLED in codes and not asked:  # by the program that has spawned the killed one
+        return KILLED
+    if killed is None:
+        killed = any(attempt == last and processes > len(codes) for attempt, _, processes in found)
     if not codes or (killed and (codes[0] == RETRY or (codes[0] > 128 and not asked))):
         return None
     return codes[0]
@@ -211,8 +275,8 @@ def become_reaper() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
-def descendants() -> dict[int, str]:
-    """The states of all processes that descend from this one, by their numbers.
+def descendants() -> dict[int, tuple[str, int]]:
+    """State and parent of all processes that descend from this one, by their numbers.
 
     R, S, D, ... as in proc(5); Z has ended, and its parent has not asked for the exit code.
     """
@@ -225,7 +289,7 @@ def descendants() -> dict[int, str]:
     family = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
-    return {pid: states[pid] for pid in family - {os.getpid()}}
+    return {pid: (states[pid], parents[pid]) for pid in family - {os.getpid()}}
 
 
 def signal_all(signum: int) -> None:

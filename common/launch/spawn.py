@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from common.launch.args import STOPPING, fail
 from common.launch.console import complain, listed
-from common.launch.errors import UserError
+from common.launch.errors import UserError, note
 from common.launch.place import Place
 from common.launch.rendezvous import listen
 
@@ -158,6 +158,8 @@ class _Watch:
             self.deadline = time.monotonic() + 2.0
         if process.exitcode > 0 or self.asked:
             return
+        if process.exitcode == -signal.SIGKILL:  # it could not leave a note itself
+            note(128 + signal.SIGKILL, len(self.context.processes))
         name = signal.Signals(-process.exitcode).name
         why = " (out of memory?)" if name == "SIGKILL" else ""
         advice = "Start again with --resume auto to go on from the last checkpoint"

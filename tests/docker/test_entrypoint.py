@@ -68,6 +68,11 @@ def test_who_followed_a_killed_process_is_not_the_cause() -> None:
         assert entrypoint.first_note(f"0 {note_of_the_other} 1\n", asked=False) == note_of_the_other
     assert entrypoint.first_note("0 143 2\n", asked=True) == 143
     assert entrypoint.first_note("0 2 2\n", asked=False) == 2
+    # Where it was seen how the first one ended, notes need not be counted: torchrun kills who does not stop in time.
+    assert entrypoint.first_note(f"0 {RETRY} 2\n", asked=False, killed=False) == RETRY
+    assert entrypoint.first_note(f"0 {RETRY} 1\n", asked=False, killed=True) is None
+    assert entrypoint.first_note(f"0 {RETRY} 2\n0 137 2\n", asked=False) == 137
+    assert entrypoint.first_note("0 143 2\n0 137 2\n", asked=True) == 143
 
 
 FAILING_TORCHRUN = """#!/bin/sh
@@ -352,7 +357,10 @@ def test_torchrun_with_the_codes_of_its_workers(
 
     process = at_step(stopped + 5)
     os.kill(programs.worker(1), signal.SIGKILL)
-    programs.finish(process, code=1)  # counts: the cause was here
+    last = programs.finish(process, code=137).stderr.splitlines()[-1]  # counts: the cause was here
+    assert re.match(
+        r"error: a process of this node (was ended by SIGKILL|ended without a word).*; the container's", last
+    )
 
     stopped = newest_step(tmp_path)
     process = at_step(stopped + 5)
@@ -361,6 +369,49 @@ def test_torchrun_with_the_codes_of_its_workers(
     programs.finish(process, code=137)
     assert programs.gone(within=0.5)
     assert newest_step(tmp_path) > stopped
+
+
+SLOW_TORCHRUN = ("-m", "torch.distributed.run", "--monitor-interval", "2", "--max-restarts")  # so that ends are seen
+ENDS = {
+    "SIGKILL": "import os; os.kill(os.getpid(), 9)",
+    "SIGSEGV": "import os; os.kill(os.getpid(), 11)",
+    "1": "import sys; sys.exit(7)",
+    "the second start": "import os, sys; os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), 9); "
+    "import time; time.sleep(2); sys.exit(3)",
+}
+KILLED = "error: a process of this node was ended by SIGKILL; the container's memory limit was not reached"
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "last"),
+    [
+        ("SIGKILL", 137, KILLED),
+        ("SIGSEGV", 1, "error: a process of this node was ended by SIGSEGV: see what it printed"),
+        ("1", 1, f"exit code 1: {entrypoint.OTHERWISE}"),
+        ("the second start", 1, f"exit code 1: {entrypoint.OTHERWISE}"),
+    ],
+)
+def test_a_worker_of_torchrun_that_leaves_no_note(
+    programs: Programs, tmp_path: Path, free_port: int, end: str, code: int, last: str
+) -> None:
+    """A pod of one rank, or any program: nobody is left who says how it ended, and torchrun says 1."""
+    (tmp_path / "worker.py").write_text(f"import time; time.sleep(1.5); {ENDS[end]}")
+    words = (*SLOW_TORCHRUN, str(int(end == "the second start")), "--master-port", str(free_port))
+    done = programs.run(*ENTRY, "--", PYTHON, *words, tmp_path / "worker.py", code=code, cold=True)
+    assert done.stderr.splitlines()[-1].startswith(last)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_worker_of_a_program_that_starts_its_own(
+    programs: Programs, tmp_path: Path, eventually: Eventually
+) -> None:
+    """It notes how its worker ended; what the others say of it is not the last line."""
+    write_idx(tmp_path / "data", train=12_800, test=100, size=8, classes=4, packed=False)
+    flags = ("--dataset", str(tmp_path / "data"), "--out", str(tmp_path), "--epochs", "1000", "--checkpoint-every", "5")
+    process = programs.start(*ENTRY, "--", "--nproc", 2, *SMALL[2:], *flags, env={"PROGRAM": SMALL[1]}, cold=True)
+    eventually(lambda: newest_step(tmp_path) >= 5, 180, "a checkpoint")
+    os.kill(programs.worker(1), signal.SIGKILL)
+    assert programs.finish(process, code=137).stderr.splitlines()[-1].startswith(KILLED)
 
 
 LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
