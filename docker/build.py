@@ -5,7 +5,8 @@
     python3 docker/build.py --base-image debian:trixie-slim  # on another base than CUDA's
     COMPILER=yes python3 docker/build.py                     # with what --compile needs; tags end in -compile
 
-`docker buildx bake -f docker/docker-bake.json` does the same, with the same variables, where buildx is installed.
+`docker buildx bake -f docker/docker-bake.json` builds the same images, with the same variables (BASE_IMAGE is the flag's),
+where buildx is installed. It asks git for no revision, and passes on nothing of a private index.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def secrets(folder: Path, env: Mapping[str, str]) -> list[str]:
 def main() -> int:
     """Build what is asked for."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--base-image", help="base of the base image (default: the one in docker/base/Dockerfile)")
+    flags.add_argument("--base-image", help="base of the base image (default: BASE_IMAGE, or the bake file's)")
     flags.add_argument("images", nargs="*", help="names as in the bake file (default: all)")
     args = flags.parse_args()
     unknown = sorted(set(args.images) - targets(os.environ).keys())

@@ -140,6 +140,17 @@ def test_the_bake_file_has_every_image() -> None:
     assert build.targets({"REGISTRY": "here/mine", "TAG": "7"})["gan_ddp"]["tags"] == ["here/mine/gan_ddp:7"]
 
 
+def test_the_bake_file_passes_on_what_the_build_command_does() -> None:
+    """By the same variables: bake alone would build on the Dockerfile's base, whatever was asked for."""
+    source = (DOCKER / "base" / "Dockerfile").read_text()
+    defaults = dict(re.findall(r"^ARG (\w+)=(\S+)$", source, re.MULTILINE))
+    assert build.targets({})["base"]["args"] == {name: defaults[name] for name in defaults}
+    given = {"BASE_IMAGE": "debian", "REVISION": "abc", "TAG": "7", "COMPILER": "yes"}
+    args = build.targets(given)["base"]["args"]
+    assert args == {"BASE_IMAGE": "debian", "REVISION": "abc", "VERSION": "7", "COMPILER": "yes"}
+    assert "BASE_IMAGE=other" in build.commands(["base"], "other", given, "docker")[0]
+
+
 def test_images_with_a_compiler_have_names_of_their_own() -> None:
     """One variable for make, build.py and bake; each image is built on the base that has the compiler."""
     plain, other = build.targets({"TAG": "7", "COMPILER": "no"}), build.targets({"TAG": "7", "COMPILER": "yes"})
