@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tests.e2e.engine import HARDENED, build
+from tests.e2e.engine import COMMANDS, HARDENED, build
 from tests.k8s.test_manifests import BUILT, EXAMPLES, manifests
 
 DOCKER = ROOT / "docker"
@@ -247,4 +247,10 @@ def test_the_page_names_what_there_is() -> None:
     for name, tag in re.findall(r"distributed-training-examples/(\w+):([\w.-]+)", text):
         assert build.targets({})[name]["tags"] == [f"distributed-training-examples/{name}:{tag}"]
     assert "\nmake images COMPILER=yes " in text
+    users: dict[str, set[str]] = {}
+    for command in COMMANDS:
+        for volume in re.findall(r" -v (\w+):/out ", command):
+            users.setdefault(volume, set()).update(re.findall(r"--user (\S+)", command) or ["10001:10001"])
+    assert len(users) == 2
+    assert all(len(found) == 1 for found in users.values()), "the second user cannot write where the first has"
     assert shutil.which("kubectl"), "kubectl (1.27 or newer) renders the manifests: install it"
