@@ -25,6 +25,10 @@ WITH_ALL = (
     "Needs: the names of your cluster in components/rdma, nccl, gpu-product and topology; Kueue with a LocalQueue",
     "       `training` whose flavor has a topology; a PriorityClass `training`.",
 )
+IMAGES = (
+    "Image: the name localhost/... is that of an image loaded into the nodes; no registry has it. Name yours in a folder",
+    "       of your own (k8s/README.md).",
+)
 WITHOUT_KUEUE = ("Two jobs of which each has a part of its pods block each other; components/kueue admits whole jobs.",)
 COMMON = ("shared-memory", "checkpoint-volume", "multi-node", "network-policy", "disruption-budget")
 
@@ -140,6 +144,7 @@ def header(overlay: Overlay, folder: str, kind: str) -> str:
         "",
         first,
         *overlay.notes,
+        *IMAGES,
         "",
         f"Apply:   kubectl apply -k k8s/{folder}",
         f"Watch:   kubectl get {job} --watch",
@@ -194,7 +199,7 @@ components:
     includeTemplates: true
 images:
   - name: example
-    newName: distributed-training-examples/{overlay.example}
+    newName: localhost/distributed-training-examples/{overlay.example}
     newTag: 0.1.0
 {patch(overlay)}"""
 

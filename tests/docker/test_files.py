@@ -134,7 +134,7 @@ def test_the_bake_file_has_every_image() -> None:
     for name in targets:
         target = build.targets({})[name]
         assert target["dockerfile"] == f"docker/{name}/Dockerfile"
-        assert target["tags"] == [f"distributed-training-examples/{name}:0.1.0"]
+        assert target["tags"] == [f"localhost/distributed-training-examples/{name}:0.1.0"]
         args = set(re.findall(r"^ARG (\w+)", (ROOT / target["dockerfile"]).read_text(), re.MULTILINE))
         assert set(target["args"]) <= args
     assert build.targets({"REGISTRY": "here/mine", "TAG": "7"})["gan_ddp"]["tags"] == ["here/mine/gan_ddp:7"]
@@ -161,7 +161,7 @@ def test_images_with_a_compiler_have_names_of_their_own() -> None:
     assert (plain["base"]["args"]["COMPILER"], other["base"]["args"]["COMPILER"]) == ("no", "yes")
     base, example = build.commands(["gan_ddp"], None, {"COMPILER": "yes"}, "docker")
     assert "COMPILER=yes" in base
-    assert "BASE=distributed-training-examples/base:0.1.0-compile" in example
+    assert "BASE=localhost/distributed-training-examples/base:0.1.0-compile" in example
     env = {"PATH": "/nowhere", "COMPILER": "1"}
     done = subprocess.run([sys.executable, DOCKER / "build.py"], env=env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "error: COMPILER=1: it is yes or no\n")
@@ -173,7 +173,7 @@ def test_the_build_commands() -> None:
     assert base[-1] == example[-1] == "."
     assert "BASE_IMAGE=debian" in base
     assert "BASE_IMAGE=debian" not in example
-    assert "BASE=distributed-training-examples/base:7" in example
+    assert "BASE=localhost/distributed-training-examples/base:7" in example
     assert len(build.commands([], None, {}, "docker")) == len(DOCKERFILES)
 
 
@@ -245,7 +245,7 @@ def test_the_page_names_what_there_is() -> None:
     text = (ROOT / "docs/en/docker.md").read_text()
     assert HARDENED
     for name, tag in re.findall(r"distributed-training-examples/(\w+):([\w.-]+)", text):
-        assert build.targets({})[name]["tags"] == [f"distributed-training-examples/{name}:{tag}"]
+        assert build.targets({})[name]["tags"] == [f"localhost/distributed-training-examples/{name}:{tag}"]
     assert "\nmake images COMPILER=yes " in text
     users: dict[str, set[str]] = {}
     for command in COMMANDS:

@@ -43,7 +43,7 @@ def test_the_page_hardens() -> None:
     "command", [pytest.param(each, marks=[pytest.mark.gpu] if "--gpus" in each else []) for each in COMMANDS]
 )
 def test_the_pages_commands_run_as_they_stand(containers: Containers, command: str) -> None:
-    _, *words = shlex.split(command.replace("-v out:", f"-v {containers.volume()}:"))
+    _, *words = shlex.split(re.sub(r"-v \w+:", f"-v {containers.volume()}:", command))
     done = engine(*words, limit=400)
     said = done.stdout + done.stderr
     assert "0 error(s)" in said if "common.doctor" in command else "/result.json" in said

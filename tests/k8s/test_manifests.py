@@ -36,7 +36,7 @@ EXAMPLES = {
 }
 TEMPLATES = {"your_model"}  # to be copied: no image, no manifests
 BUILT = sorted({path.parent.name for path in (ROOT / "examples").glob("*/train.py")} - TEMPLATES)
-REGISTRY = "distributed-training-examples"
+REGISTRY = "localhost/distributed-training-examples"
 VERSIONS = ("1.29", "1.36")  # the first with all fields that are used, and the one on which the manifests were run
 CUSTOM = {
     "JobSet": models.JobsetV1alpha2JobSet,
@@ -112,6 +112,8 @@ def test_the_header_says_how_to_use_it(folder: str) -> None:
     job = manifests(folder)
     kind = {"Job": "job", "JobSet": "jobset", "TrainingRuntime": "trainjob"}[job.owner["kind"]]
     assert f"# Apply:   kubectl apply -k k8s/{folder}\n" in text
+    assert job.container["image"].startswith("localhost/"), "else a node would ask a registry for somebody's image"
+    assert "# Image: the name localhost/... " in text
     assert f"# Watch:   kubectl get {kind}/{job.name} --watch\n" in text
     assert f"# Delete:  kubectl delete -k k8s/{folder}" in text
     (logs,) = re.findall(r"^# Logs: +(.*)", text, re.MULTILINE)
