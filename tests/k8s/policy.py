@@ -61,6 +61,8 @@ def start(job: Manifests) -> Iterator[str]:
     """What a pod starts."""
     if job.container["command"] != ["python", "/app/docker/entrypoint.py", "--"]:
         yield "signals, orphans and exit codes need docker/entrypoint.py as first process"
+    if job.container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+        yield "`kubectl describe pod` does not say why a pod ended"
     if job.container["name"] != "node":
         yield "the failure policy and Kubeflow look for a container `node`"
     args = job.container["args"]
