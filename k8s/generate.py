@@ -132,13 +132,12 @@ def overlays() -> list[Overlay]:
 
 
 def header(overlay: Overlay, folder: str, kind: str) -> str:
-    """The comment on top: what it is, what it needs, and the four commands."""
+    """The comment on top: what it is, what it needs, and the five commands."""
     job, containers = f"{kind}/{overlay.label}-train", "" if kind == "job" else "--all-containers "
     first = f"{overlay.example}: {overlay.about}."
     if kind != "job":
         kinds = {"jobset": ("JobSet", "the JobSet controller"), "trainjob": ("TrainJob", "Kubeflow Trainer")}
         first = f"The Job of overlays/{overlay.name} as a {kinds[kind][0]}; the cluster needs {kinds[kind][1]}."
-    keep = f"; `kubectl delete {job}` keeps them" if kind == "job" else ""
     lines = [
         "Written by k8s/generate.py.",
         "",
@@ -149,7 +148,8 @@ def header(overlay: Overlay, folder: str, kind: str) -> str:
         f"Apply:   kubectl apply -k k8s/{folder}",
         f"Watch:   kubectl get {job} --watch",
         f"Logs:    kubectl logs --selector training-job={overlay.label} {containers}{LOGS}",
-        f"Delete:  kubectl delete -k k8s/{folder} # with the checkpoints{keep}",
+        f"Stop:    kubectl delete {job} # the checkpoints stay, and the next apply goes on from them",
+        f"Delete:  kubectl delete -k k8s/{folder} # all, with the claim of the checkpoints",
     ]
     if kind == "job" and "elastic" in overlay.more:
         lines.append(f"Resize:  kubectl patch {job} --type merge --patch")

@@ -115,7 +115,8 @@ def test_the_header_says_how_to_use_it(folder: str) -> None:
     assert job.container["image"].startswith("localhost/"), "else a node would ask a registry for somebody's image"
     assert "# Image: the name localhost/... " in text
     assert f"# Watch:   kubectl get {kind}/{job.name} --watch\n" in text
-    assert f"# Delete:  kubectl delete -k k8s/{folder}" in text
+    stop, delete = f"# Stop:    kubectl delete {kind}/{job.name} ", f"# Delete:  kubectl delete -k k8s/{folder} "
+    assert 0 < text.find(stop) < text.find(delete), "the one that keeps the checkpoints comes first"
     (logs,) = re.findall(r"^# Logs: +(.*)", text, re.MULTILINE)
     assert logs.startswith(f"kubectl logs --selector training-job={job.labels['training-job']} ")
     # Without the first, a node that is gone hides the logs of all; without the second, the sixth pod does.
@@ -130,9 +131,9 @@ def test_the_header_says_how_to_use_it(folder: str) -> None:
 def test_the_pages_commands_are_those_of_the_header() -> None:
     header = (ROOT / "k8s" / "overlays" / "imagenet_ddp" / "kustomization.yaml").read_text()
     commands = re.findall(r"^# \w+: +(kubectl [^#\n]*[^# \n])", header, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     page = (ROOT / "k8s" / "README.md").read_text()
-    assert re.findall(r"^kubectl .*", page, re.MULTILINE)[:4] == commands
+    assert re.findall(r"^kubectl .*", page, re.MULTILINE)[:5] == commands
 
 
 @pytest.mark.parametrize("name", [name for name in OVERLAYS if name != "imagenet_ddp_elastic"])
