@@ -5,8 +5,8 @@
     python3 docker/build.py --base-image debian:trixie-slim  # on another base than CUDA's
     COMPILER=yes python3 docker/build.py                     # with what --compile needs; tags end in -compile
 
-`docker buildx bake -f docker/docker-bake.json` builds the same images, with the same variables (BASE_IMAGE is the flag's),
-where buildx is installed. It asks git for no revision, and passes on nothing of a private index.
+`docker buildx bake -f docker/docker-bake.json` builds the same images, with the same variables (and
+BASE_IMAGE for the flag), where buildx is installed. It asks git for no revision, and passes on nothing of a private index.
 """
 
 import argparse

@@ -26,8 +26,8 @@ WITH_ALL = (
     "       `training` whose flavor has a topology; a PriorityClass `training`.",
 )
 IMAGES = (
-    "Image: the name localhost/... is that of an image loaded into the nodes; no registry has it. Name yours in a folder",
-    "       of your own (k8s/README.md).",
+    "Image: the name localhost/... is that of an image loaded into the nodes; no registry has it. Name yours in a",
+    "       folder of your own (k8s/README.md).",
 )
 WITHOUT_KUEUE = ("Two jobs of which each has a part of its pods block each other; components/kueue admits whole jobs.",)
 COMMON = ("shared-memory", "checkpoint-volume", "multi-node", "network-policy", "disruption-budget")

@@ -602,22 +602,35 @@ def test_the_batch_script_saves_queues_itself_again_and_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "again"),
-    [(0, 0, False), (2, 0, False), (143, 0, True), (143, 9, True), (1, 0, True), (137, 2, True), (1, 3, False)],
+    ("codes", "again"),
+    [
+        ([0], False),
+        ([2], False),
+        ([143], True),
+        ([137, 1, 75], True),
+        ([137, 1, 75, 1], False),
+        ([143, 143, 143, 1], True),  # stops before the limit are no faults
+        ([1, 1, 1, 143, 1], True),  # faults that it has got over do not count
+        ([1, 1, 1, 143, 1, 1, 1, 1], False),
+    ],
 )
 def test_the_batch_script_queues_itself_again_unless_that_cannot_help(
-    tmp_path: Path, code: int, restarts: int, again: bool
+    tmp_path: Path, codes: list[int], again: bool
 ) -> None:
-    """A mistake in the command stays one; what ended otherwise may have lost a node."""
-    for name, text in {"srun": f"exit {code}", "scontrol": f'echo "$@" > {tmp_path}/asked'}.items():
+    """A mistake in the command stays one; what ended otherwise may have lost a node: three times."""
+    asked = tmp_path / "asked"
+    for name, text in {"srun": "exit $CODE", "scontrol": f'echo "$@" > {asked}'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
-    env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     script = ROOT / "examples" / "imagenet_ddp" / "job.sbatch"
-    done = subprocess.run(["bash", script], env=env, cwd=tmp_path, check=False)
-    assert done.returncode == code
-    assert (tmp_path / "asked").exists() == again
+    for restarts, code in enumerate(codes):
+        asked.unlink(missing_ok=True)
+        env |= {"CODE": str(code), "SLURM_RESTART_COUNT": str(restarts)}
+        done = subprocess.run(["bash", script], env=env, cwd=tmp_path, check=False)
+        assert done.returncode == code
+        assert asked.exists() or restarts == len(codes) - 1
+    assert asked.exists() == again
 
 
 def test_the_batch_script_asks_slurm_for_what_it_needs() -> None:
@@ -626,6 +639,7 @@ def test_the_batch_script_asks_slurm_for_what_it_needs() -> None:
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", script, re.MULTILINE))
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]
     assert asked["signal"] == "TERM@180"
+    assert asked["mem"] == "0"
     assert "requeue" in asked
     assert asked["open-mode"] == "append"
     assert "cpus-per-task" in asked
