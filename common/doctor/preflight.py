@@ -20,6 +20,7 @@ from common.doctor.args import Args
 from common.doctor.findings import Check, Finding, Here
 from common.doctor.job import TOGETHER
 from common.doctor.machine import ALONE
+from common.launch.args import show as to_reader
 from common.launch.collectives import broadcast_object, gather_objects
 from common.launch.device import choose_device
 from common.launch.errors import UserError
@@ -94,13 +95,14 @@ def show(everybody: Mapping[int, list[Finding]], here: Here) -> bool:
         head = {"world_size": size, "nodes": place.num_nodes, "launcher": place.launcher}
         count = {"errors": errors, "warnings": warnings}
         found = [asdict(finding) | {"ranks": ranks} for finding, ranks in merged.items()]
-        print(json.dumps({**head, **count, "findings": found}, indent=2))
+        lines = [json.dumps({**head, **count, "findings": found}, indent=2)]
     else:
+        lines = []
         for finding, ranks in merged.items():
             who = "" if len(ranks) == size else f" (rank {', '.join(map(str, ranks))})"
-            print(f"{finding.state:8}{finding.check}{who}: {finding.found}")
+            lines.append(f"{finding.state:8}{finding.check}{who}: {finding.found}")
             if finding.remedy:
-                print(f"{'':8}-> {finding.remedy}")
-        print(f"{errors} error(s), {warnings} warning(s), world size {size}")
-    sys.stdout.flush()
+                lines.append(f"{'':8}-> {finding.remedy}")
+        lines.append(f"{errors} error(s), {warnings} warning(s), world size {size}")
+    to_reader("".join(line + "\n" for line in lines))
     return not errors

@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,3 +179,10 @@ def test_a_check_that_cannot_be_made_does_not_end_the_others() -> None:
     finding, _ = preflight.examine({"anything": broken, "backends": machine.backends}, here())
     assert (finding.check, finding.state) == ("anything", "error")
     assert "Input/output error" in finding.found
+
+
+def test_a_reader_may_leave(programs: Programs) -> None:
+    """`| head` that has seen enough: here one that reads nothing."""
+    command = f"{sys.executable} -m common.doctor --json --device cpu | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -35,7 +35,8 @@ class Job:
             return cls(**json.loads((folder / FILE).read_text()))
         except (OSError, ValueError, TypeError):
             raise UserError(
-                f"{folder}: no run is in progress there ({FILE} is missing): give a run's --out"
+                f"{folder}: no run is in progress there ({FILE} is missing): give a run's --out; "
+                f"one that is still starting has it in some seconds"
             ) from None
 
     def asked(self, folder: Path, how_often: str) -> str:
