@@ -6,7 +6,8 @@
     COMPILER=yes python3 docker/build.py                     # with what --compile needs; tags end in -compile
 
 `docker buildx bake -f docker/docker-bake.json` builds the same images, with the same variables (and
-BASE_IMAGE for the flag), where buildx is installed. It asks git for no revision, and passes on nothing of a private index.
+BASE_IMAGE for the flag), where buildx is installed. It neither asks git for the revision nor
+passes on the settings of a private index.
 """
 
 import argparse

@@ -10,7 +10,10 @@ from common.launch.errors import UserError
 from common.train.curves import Line, lines_of, read_points
 
 # What differs between any two runs and says nothing, or is said by another name.
-SILENT = ("argv", "out", "resume", "config", "save_config", "settings", "final_loss")
+SILENT = (
+    *("argv", "out", "resume", "config", "save_config", "settings", "final_loss"),
+    *("started", "ended", "starts"),
+)
 OUTCOME = ("steps", "samples_per_second", "seconds", "peak_memory_mb", "parameter_hash")
 GROUPS = ("arguments", "results", "machine and data")  # the order of the table
 

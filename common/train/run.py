@@ -117,7 +117,7 @@ class Run:
         )
         found = checkpoints.load(args.resume)
         if found:
-            self.state = TrainState(**found.state["progress"])
+            self.state = TrainState.resumed(found.state["progress"])
             self.print0(f"resumed from {found.path} at step {self.state.step}")
         elif init := getattr(args, "init", None):
             init_model(init, self.parts["model"])

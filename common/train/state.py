@@ -19,6 +19,14 @@ class TrainState:
     best: dict[str, float] = field(default_factory=dict)  # the best value of the metric chosen
     metrics: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)  # of the program
+    starts: int = 1  # of this run, as far as they came to a checkpoint
+
+    @classmethod
+    def resumed(cls, progress: Mapping[str, Any]) -> "TrainState":
+        """The state that a checkpoint holds, at another start."""
+        state = cls(**progress)
+        state.starts += 1
+        return state
 
     def improved(self, metric: str, smaller_is_better: bool) -> bool:
         """Whether a metric is better than ever before in this run; then it is the best from now on.

@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,7 +168,8 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
     if not log.active:
         return
     losses = [values["loss/train"] for _, values in log.points if "loss/train" in values]
-    total = time.time() - place.started
+    ended = time.time()
+    total = ended - place.started
     result = {
         "example": program(run.args),
         "argv": sys.argv,
@@ -192,6 +194,9 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
         **facts,
         "final_loss": losses[-1] if losses else None,
         "seconds": {name: round(s, 3) for name, s in {"total": total, **meters.seconds}.items()},
+        "started": utc(place.started),
+        "ended": utc(ended),
+        "starts": run.state.starts,
         "versions": machine.versions(),
     }
     file = log.out / "result.json"
@@ -211,6 +216,11 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
         f"{result['example']}: {score}world size {world_size}, {run.state.step} steps, "
         f"{total:.1f} s, parameters {facts['parameter_hash'][:12]}, result {file}"
     )
+
+
+def utc(seconds: float) -> str:
+    """A time, in seconds since the epoch, as ISO 8601 writes it, to the second."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def title(run: "Run") -> str:

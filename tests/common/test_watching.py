@@ -245,9 +245,15 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_equal_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What one wants to know of a run that was resumed, and of the other one."""
     runs = [a_run(tmp_path / name, 0.1, 0.9861, "one") for name in ("straight", "resumed")]
-    for run in runs:
+    for starts, run in enumerate(runs, 1):
         result = json.loads((run / "result.json").read_text())
-        result |= {"steps": 7, "seconds": 2, "parameter_hash": "0123456789abcdef"}
+        result |= {
+            "starts": starts,
+            "started": f"2026-11-26T10:0{starts}:00+00:00",
+            "steps": 7,
+            "seconds": 2,
+            "parameter_hash": "0123456789abcdef",
+        }
         (run / "result.json").write_text(json.dumps(result))
     compare(runs, tmp_path / "out")
     said = capsys.readouterr().out.splitlines()

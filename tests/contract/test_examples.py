@@ -47,6 +47,10 @@ def test_two_processes_leave_what_every_run_leaves(trainings: Trainings, example
     assert [len(step["ranks"]) for step in found["profile"]["steps"]] == [2, 2]
     assert newest_step(out) == found["steps"]
     assert found["arguments"]["epochs"] == found["epochs"]
+    started, ended = (datetime.fromisoformat(found[name]) for name in ("started", "ended"))
+    assert started < ended
+    assert started.utcoffset() == timedelta(0)
+    assert found["starts"] == 1
     assert found["arguments"]["lr"] > 0, "the value that was used, also where the flag was left out"
 
 
@@ -118,6 +122,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     assert f"at step {killed_at}\n" in done.stdout
     assert result(tmp_path)["parameter_hash"] == result(trainings.out(example, 2))["parameter_hash"]
     assert losses(tmp_path) == losses(trainings.out(example, 2))
+    assert result(tmp_path)["starts"] == 2
 
 
 @each_example
