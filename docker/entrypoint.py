@@ -203,11 +203,12 @@ class Workers:
         self.seen, self.alive = set[int](), dict[int, int]()  # numbers; numbers by descriptor
         self.ends: list[int | None] = []  # in their order: exit codes, -n for signal n
         self.events = select.epoll()
-        threading.Thread(target=self._watch, daemon=True).start()
 
     def watch(self, pids: set[int]) -> None:
         """Look at these processes, too."""
         new = pids - self.seen
+        if new and not self.seen:  # now that signals are blocked, which the thread inherits
+            threading.Thread(target=self._watch, daemon=True).start()
         if new and not self.alive:
             self.ends.clear()  # another attempt
         for pid in new:

@@ -44,6 +44,7 @@ def noted(*codes: int, processes: int = 0) -> str:
         (noted(1, RETRY) + "exit 1", 1),
         (noted(RETRY, 143) + "exit 1", RETRY),
         (noted(RETRY, processes=2) + "exit 1", 1),  # the other process of this machine was killed: that is the cause
+        (noted(RETRY, 137, processes=2) + "exit 1", 137),  # as a program that starts its processes itself
         (noted(1) + "exit 0", 0),  # torchrun has started them again, and they have done it
     ],
 )
@@ -421,6 +422,7 @@ LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_n
     ("old", "new", "command", "code"),
     [
         ("first_note(notes, bool(self.asked))", "None", ("sh", "-c", noted(2) + "exit 1"), 2),
+        ("if KILLED in codes and", "if False and", ("sh", "-c", noted(RETRY, 137, processes=2) + "exit 1"), 137),
         ("self._end_rest()", "pass", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
         ("prctl(36, 1,", "prctl(36, 0,", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
         ("noted = 128 + self.asked[0]", "noted = code", ("sh", "-c", "kill -TERM $PPID; sleep 60 & wait"), 143),
