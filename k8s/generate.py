@@ -148,7 +148,7 @@ def header(overlay: Overlay, folder: str, kind: str) -> str:
         f"Apply:   kubectl apply -k k8s/{folder}",
         f"Watch:   kubectl get {job} --watch",
         f"Logs:    kubectl logs --selector training-job={overlay.label} {containers}{LOGS}",
-        f"Stop:    kubectl delete {job} # the checkpoints stay, and the next apply goes on from them",
+        f"Stop:    kubectl delete {job} # the checkpoints stay, and the next apply continues from them",
         f"Delete:  kubectl delete -k k8s/{folder} # all, with the claim of the checkpoints",
     ]
     if kind == "job" and "elastic" in overlay.more:
