@@ -421,7 +421,7 @@ LEAVES_A_DAEMON = "import subprocess; subprocess.Popen(['sleep', '600'], start_n
 @pytest.mark.parametrize(
     ("old", "new", "command", "code"),
     [
-        ("first_note(notes, bool(self.asked))", "None", ("sh", "-c", noted(2) + "exit 1"), 2),
+        ("noted = first_note(notes, ", "noted = (lambda *_: None)(notes, ", ("sh", "-c", noted(2) + "exit 1"), 2),
         ("if KILLED in codes and", "if False and", ("sh", "-c", noted(RETRY, 137, processes=2) + "exit 1"), 137),
         ("self._end_rest()", "pass", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
         ("prctl(36, 1,", "prctl(36, 0,", (PYTHON, "-c", LEAVES_A_DAEMON), 0),
