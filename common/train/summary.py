@@ -168,9 +168,7 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
     if not log.active:
         return
     losses = [values["loss/train"] for _, values in log.points if "loss/train" in values]
-    ended = time.time()
-    total = ended - place.started
-    result = {
+    result: dict[str, Any] = {
         "example": program(run.args),
         "argv": sys.argv,
         "launcher": place.launcher,
@@ -193,10 +191,7 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
         "precision": run.amp.name,
         **facts,
         "final_loss": losses[-1] if losses else None,
-        "seconds": {name: round(s, 3) for name, s in {"total": total, **meters.seconds}.items()},
-        "started": utc(place.started),
-        "ended": utc(ended),
-        "starts": run.state.starts,
+        **times(run),
         "versions": machine.versions(),
     }
     file = log.out / "result.json"
@@ -211,11 +206,24 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
     for what, left in FILES.items():
         if (log.out / left).exists():
             log.print0(f"{what + ':':23}{log.out / left}")
+    total = result["seconds"]["total"]
     score = f"accuracy {metrics['accuracy']:.4f}, " if "accuracy" in metrics else ""
     log.print0(
         f"{result['example']}: {score}world size {world_size}, {run.state.step} steps, "
         f"{total:.1f} s, parameters {facts['parameter_hash'][:12]}, result {file}"
     )
+
+
+def times(run: "Run") -> dict[str, Any]:
+    """What result.json says of the time: of this start, and how many there were."""
+    began, ended = current().started, time.time()
+    seconds = {"total": ended - began, **run.meters.seconds}
+    return {
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "started": utc(began),
+        "ended": utc(ended),
+        "starts": run.state.starts,
+    }
 
 
 def utc(seconds: float) -> str:
