@@ -20,8 +20,8 @@ from common.doctor.args import Args
 from common.doctor.findings import Check, Finding, Here
 from common.doctor.job import TOGETHER
 from common.doctor.machine import ALONE
-from common.launch.args import show as to_reader
 from common.launch.collectives import broadcast_object, gather_objects
+from common.launch.console import say
 from common.launch.device import choose_device
 from common.launch.errors import UserError
 from common.launch.place import Place
@@ -104,5 +104,5 @@ def show(everybody: Mapping[int, list[Finding]], here: Here) -> bool:
             if finding.remedy:
                 lines.append(f"{'':8}-> {finding.remedy}")
         lines.append(f"{errors} error(s), {warnings} warning(s), world size {size}")
-    to_reader("".join(line + "\n" for line in lines))
+    say("\n".join(lines))
     return not errors
