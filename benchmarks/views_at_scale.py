@@ -49,7 +49,9 @@ def starting(found: Found) -> Pictures:
     first = next(iter(parts))
     whole = found["places"]["whole"]
     title = f"A world of one: {whole:.1f} s, {parts[first] / whole:.0%} of them for {first}"
-    bars = Bars(title, "seconds", {name[:58]: value for name, value in parts.items()})
+    bars = Bars(
+        title, "seconds", {name.partition("  #")[0]: value for name, value in parts.items()}
+    )
     return {"starting": [grown, bars]}
 
 
