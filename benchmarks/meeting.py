@@ -2,6 +2,7 @@
 
     python -m benchmarks.meeting              # 8, 64, 256 and 512 processes on this machine
     python -m benchmarks.meeting --ranks 2 4 --rounds 1
+    python -m benchmarks.meeting --part memory
 
 The processes are real, forked from one that has imported torch, and connect to one store by TCP.
 Measured is what comes after the last of them has started. They meet by `job://`, as the examples do
@@ -23,6 +24,8 @@ The store's thread answers all questions, one after the other, so its processor 
 0's host spends, and less than which no meeting takes, however fast the ranks are. From the time of
 an answer, and the growth of the questions, follows what more ranks would take: calculated, for a
 rank count that this machine cannot start.
+
+The memory of the host is that of all processes together when they have met, shared pages once.
 """
 
 import json
@@ -39,11 +42,11 @@ from itertools import product
 from math import log2
 from pathlib import Path
 from statistics import linear_regression
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from benchmarks.harness import RanksMeasurement, compare, facts, medians, save
+from benchmarks.harness import RanksMeasurement, compare, earlier, facts, medians, save
 from common.launch import last_words
 from common.launch.args import start
 from common.launch.errors import UserError
@@ -67,6 +70,8 @@ class Args(RanksMeasurement):
     """Samples of each number of ranks."""
     ranks: tuple[int, ...] = (8, 64, 256, 512)
     """Numbers of processes."""
+    part: Literal["all", "memory"] = "all"
+    """What to measure; with memory, all else in the file stays."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +88,7 @@ class Meeting:
     port: int
     folder: Path
     attempt: int = 0
+    weigh: bool = False
 
 
 @record
@@ -106,6 +112,7 @@ def main_worker(local_rank: int, place: Place, meeting: Meeting) -> None:
         store.set("all over", "")
     store.wait(["all over"])
     ends, asked_before, spoke = time.monotonic(), asked["questions"], False
+    weighed = own_mb() if meeting.weigh else 0.0
     if meeting.way == NAIVE:
         call_roll(store, rank, size, "at its end")
     else:
@@ -114,6 +121,7 @@ def main_worker(local_rank: int, place: Place, meeting: Meeting) -> None:
     ended, asked_at_end = time.monotonic(), asked["questions"] - asked_before
     seen = {"began": began, "met": met, "asked": questions, "bytes": received, "spoke": spoke}
     seen |= {"ends": ends, "ended": ended, "asked at the end": asked_at_end}
+    seen["mb"] = weighed
     seen["store"] = store_seconds() if meeting.way == SRUN and rank == 0 else 0.0
     (meeting.folder / f"{rank}.json").write_text(json.dumps(seen))
 
@@ -133,6 +141,12 @@ def launched(local_rank: int, place: Place, meeting: Meeting) -> Place:
         "MASTER_PORT": str(meeting.port),
     }
     return resolve(flags, srun, lambda: 0) if meeting.way == SRUN else place
+
+
+def own_mb() -> float:
+    """Megabytes of this process, of pages that are shared its part."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("Pss:"))
 
 
 def count_questions(asked: Counter[str]) -> None:
@@ -164,13 +178,13 @@ def call_roll(store: dist.Store, rank: int, size: int, sign: str) -> None:
         json.loads(store.get(key))
 
 
-def sample(way: str, ranks: int, place: Place) -> dict[str, float]:
+def sample(way: str, ranks: int, place: Place, weigh: bool = False) -> dict[str, float]:
     """Meet and end once, with new processes."""
     group = replace(place, local_world_size=ranks, world_size=ranks, port=0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, hosted(group) as here:
-        meeting = Meeting(way, port, Path(folder))
+        meeting = Meeting(way, port, Path(folder), weigh=weigh)
         if way == AGAIN:
             launch(main_worker, here, meeting)
             meeting = replace(meeting, attempt=1)
@@ -181,7 +195,8 @@ def sample(way: str, ranks: int, place: Place) -> dict[str, float]:
     speakers = sum(one["spoke"] for one in seen)
     assert speakers == (way != NAIVE), f"{speakers} ranks speak"
     last = max(one["began"] for one in seen)
-    return {
+    held = {"host_mb": sum(one["mb"] for one in seen)} if weigh else {}
+    return held | {
         "start": last - started,
         "meet": max(one["met"] for one in seen) - last,
         "questions": sum(one["asked"] for one in seen) / ranks,
@@ -226,6 +241,12 @@ def calculated(sizes: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 def main(place: Place, args: Args) -> None:
     """Compare, and write the result."""
+    if args.part == "memory":
+        kept = {
+            str(ranks): sample(OURS, ranks, place, weigh=True)["host_mb"] for ranks in args.ranks
+        }
+        save("meeting", earlier("meeting", args.out) | {"host_mb": kept}, args.out)
+        return
     result: dict[str, Any] = facts("torch") | {"rounds": args.rounds, "sizes": {}}
     for ranks in args.ranks:
         ways = (OURS, TORCHRUN, AGAIN, SRUN, NAIVE)

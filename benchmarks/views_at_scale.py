@@ -32,7 +32,10 @@ def meeting(found: Found) -> Pictures:
         both = [replace(drawn, name="measured"), further]
         y = "seconds of the store's thread"
         charts.append(Lines(title, "ranks", y, both, [*ticks, xs[-1]]))
-    return {"meeting": charts}
+    ends = {ranks: of["end"] for ranks, of in medians.items()}
+    title = f"{most} ranks meet one mistake: all end within {ends[most]['job://']:.1f} s"
+    y = "seconds until all have come to their end"
+    return {"meeting": charts, "meeting_end": [Lines(title, "ranks", y, lines(ends), ticks)]}
 
 
 def starting(found: Found) -> Pictures:
