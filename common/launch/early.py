@@ -10,7 +10,7 @@ from typing import Any
 from common.launch.cgroup import cores
 from common.launch.console import say, warn
 from common.launch.errors import UserError
-from common.launch.flags import MustExist
+from common.launch.flags import SPLIT, MustExist, equal_parts
 from common.launch.place import Place
 from common.launch.usage import flags_of
 
@@ -26,7 +26,10 @@ def judge(args: Any, place: Place) -> None:
         UserError: something is missing, or cannot be used.
     """
     check_processes(place)
-    if hasattr(args, "check_world_size"):
+    for flag in flags_of(type(args), args):
+        if SPLIT in flag.marks:
+            equal_parts(flag.default, place.world_size)
+    if hasattr(args, "check_world_size"):  # what divides the batch follows from other flags, too
         args.check_world_size(place.world_size)
     if place.num_nodes == 1:
         _check_paths(args)

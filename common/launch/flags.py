@@ -13,6 +13,8 @@ from common.launch.errors import UserError
 
 MAY_CHANGE = "may change"
 """In a flag's `Annotated`: a resumed run may have another value. All other flags are compared."""
+SPLIT = "split over the ranks"
+"""In a flag's `Annotated`: a global batch, of which each rank takes an equal part."""
 
 
 @dataclass(frozen=True)

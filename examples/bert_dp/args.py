@@ -9,12 +9,12 @@ from tyro.conf import OmitArgPrefixes, arg
 from common.launch.errors import UserError
 from common.launch.flags import (
     MAY_CHANGE,
+    SPLIT,
     Launch,
     MustExist,
     Repeat,
     Watch,
     at_least,
-    equal_parts,
     share,
 )
 from common.train.precision import Precision
@@ -123,7 +123,7 @@ class Args:
 
     epochs: Annotated[int | None, arg(metavar="N")] = None
     """Passes over the training reviews (default: 20 for the shipped ones, else 3)."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 32
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N"), SPLIT] = 32
     """GLOBAL batch size in reviews, divided by the ranks, in each by DataParallel's devices."""
     fast: bool = False
     """The scores of the stock BERT, up to rounding, with less arithmetic (fast_bert.py)."""
@@ -154,10 +154,6 @@ class Args:
         share(mask=self.mask)
         refuse_image_flags(self.amp)
 
-    def check_world_size(self, world_size: int) -> None:
-        """See that so many ranks can divide the batch; asked before any of them is started."""
-        equal_parts(self.batch_size, world_size)
-
 
 @dataclass(frozen=True)
 class TrainerArgs:
@@ -165,7 +161,7 @@ class TrainerArgs:
 
     epochs: Annotated[int | None, arg(metavar="N")] = None
     """Passes over the training reviews (default: 20 for the shipped ones, else 3)."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 64
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N"), SPLIT] = 64
     """GLOBAL batch size in reviews, divided by all devices (the Trainer's own is per device)."""
     eval_batch_size: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 128
     """Reviews at once on a device in evaluation."""
@@ -192,10 +188,6 @@ class TrainerArgs:
             raise UserError(
                 f"--gpu {self.launch.gpu}: the Trainer takes the devices of CUDA_VISIBLE_DEVICES"
             )
-
-    def check_world_size(self, world_size: int) -> None:
-        """See that so many ranks can divide the batch; asked before any of them is started."""
-        equal_parts(self.batch_size, world_size)
 
 
 @dataclass(frozen=True)

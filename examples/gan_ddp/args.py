@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, equal_parts
+from common.launch.flags import IDX, MAY_CHANGE, SPLIT, Launch, Watch, at_least
 from common.train.precision import PrecisionWithoutFp16
 
 Violation = Literal["no", "two-forwards", "two-passes", "two-backwards"]
@@ -26,7 +26,7 @@ class Args:
     """Where the files of mnist and fashion-mnist are, or are downloaded to."""
     epochs: Annotated[int, arg(metavar="N")] = 60
     """Passes over the training set."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N"), SPLIT] = 120
     """GLOBAL batch size in real images (and as many generated), divided by the world size."""
     lr: float = 1e-3
     """Learning rate of both networks."""
@@ -50,7 +50,3 @@ class Args:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, latent=self.latent)
         at_least(1, checkpoint_every=self.checkpoint_every)
         at_least(0, lr=self.lr, seed=self.seed)
-
-    def check_world_size(self, world_size: int) -> None:
-        """See that so many ranks can divide the batch; asked before any of them is started."""
-        equal_parts(self.batch_size, world_size)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, equal_parts, share
+from common.launch.flags import IDX, MAY_CHANGE, SPLIT, Launch, Watch, at_least, share
 from common.train.precision import PrecisionWithoutFp16
 
 
@@ -31,7 +31,7 @@ class Args:
     """Where the files of mnist and fashion-mnist are, or are downloaded to."""
     epochs: Annotated[int | None, arg(metavar="N")] = None
     """Passes over the training set (default: 20 for digits, else 1)."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N"), SPLIT] = 120
     """GLOBAL batch size in samples, divided by the processes, then by their devices."""
     lr: float = 0.2
     """Highest learning rate of the one-cycle schedule."""
@@ -66,10 +66,6 @@ class Args:
                 "--compile: torch.compile does not work in the threads of DataParallel; "
                 "leave it out"
             )
-
-    def check_world_size(self, world_size: int) -> None:
-        """See that so many ranks can divide the batch; asked before any of them is started."""
-        equal_parts(self.batch_size, world_size)
 
 
 def device_names(text: str, flags: Launch) -> tuple[str, ...]:

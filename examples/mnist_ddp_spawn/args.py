@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.launch.errors import UserError
-from common.launch.flags import IDX, MAY_CHANGE, Launch, Watch, at_least, equal_parts, share
+from common.launch.flags import IDX, MAY_CHANGE, SPLIT, Launch, Watch, at_least, share
 from common.train.precision import Precision
 
 
@@ -21,7 +21,7 @@ class Args:
     """Where the files of mnist and fashion-mnist are, or are downloaded to."""
     epochs: Annotated[int | None, arg(metavar="N")] = None
     """Passes over the training set (default: 20 for digits, else 1)."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 120
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N"), SPLIT] = 120
     """GLOBAL batch size in samples, divided by the world size."""
     lr: float = 0.2
     """Highest learning rate of the one-cycle schedule; with fewer than 50 steps, 0.1 learns
@@ -77,10 +77,6 @@ class Args:
                 f"--save-model: the best weights are always kept, in {self.out}/best.safetensors: "
                 f"leave it out"
             )
-
-    def check_world_size(self, world_size: int) -> None:
-        """See that so many ranks can divide the batch; asked before any of them is started."""
-        equal_parts(self.batch_size, world_size)
 
     @property
     def num_epochs(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from common.launch.flags import MAY_CHANGE, Launch, Watch, at_least, equal_parts
+from common.launch.flags import MAY_CHANGE, SPLIT, Launch, Watch, at_least
 from common.train.precision import Precision
 
 
@@ -16,7 +16,7 @@ class Args:
 
     epochs: Annotated[int, arg(metavar="N")] = 20
     """Passes over the training set."""
-    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = 48
+    batch_size: Annotated[int, arg(aliases=["-b"], metavar="N"), SPLIT] = 48
     """GLOBAL batch size in samples, divided by the world size."""
     lr: float = 0.01
     """Highest learning rate of the one-cycle schedule."""
@@ -45,10 +45,6 @@ class Args:
         at_least(1, checkpoint_every=self.checkpoint_every)
         at_least(0, workers=self.workers, lr=self.lr, seed=self.seed)
         at_least(0, weight_decay=self.weight_decay)
-
-    def check_world_size(self, world_size: int) -> None:
-        """See that so many ranks can divide the batch; asked before any of them is started."""
-        equal_parts(self.batch_size, world_size)
 
 
 @dataclass(frozen=True)
