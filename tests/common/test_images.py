@@ -401,13 +401,16 @@ def test_a_link_to_nothing_is_a_broken_image_for_the_cache_too(drawn: Path, tmp_
 def test_damage_of_the_cache_is_noticed(drawn: Path, tmp_path: Path) -> None:
     data = ImageFolder(drawn / "train", 32, training=True)
     cache, _ = cached(data, tmp_path)
-    first, second = (cache.folder / f"chunk-{n:06d}.pixels" for n in range(2))
+    first, second, last = (cache.folder / f"chunk-{n:06d}.pixels" for n in range(3))
     content = bytearray(first.read_bytes())
     content[-1000] ^= 4  # a bit of the last image's pixels
     first.write_bytes(content)
     second.write_bytes(second.read_bytes()[:-1])
+    content = bytearray(last.read_bytes())
+    content[24] ^= 1  # where the first image lies, by the table
+    last.write_bytes(content)
     again, decoded = cached(data, tmp_path)
-    assert decoded == CHUNK, "the file that was cut short is made anew"
+    assert decoded == CHUNK + 2, "the file that was cut short is made anew, and that with the damaged table"
     again.pixels(0)
     with pytest.raises(UserError, match=rf"chunk-000000.pixels is damaged \(image {CHUNK - 1}\): delete it"):
         again.pixels(CHUNK - 1)
