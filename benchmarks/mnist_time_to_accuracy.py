@@ -91,9 +91,9 @@ def run_ours(command: str, data: Path, target: float) -> Sample:
     evaluations: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as out:
         for now, line in observe(command, ROOT, {"DATA_DIR": str(data), "OUT": out}):
-            match = re.match(r"epoch \d+/\d+: .*\baccuracy ([\d.]+)", line)
+            match = re.match(r"epoch \d+/\d+ .*\bacc +([\d.]+)%", line)
             if match and all(accuracy < target for _, accuracy in evaluations):
-                evaluations.append((now, float(match[1])))
+                evaluations.append((now, float(match[1]) / 100))
         result = json.loads(Path(out, "result.json").read_text())
     names = {"startup": "startup", "training": "train", "evaluation": "eval"}
     spent = {name: result["seconds"][key] for name, key in names.items()}

@@ -33,7 +33,7 @@ def test_the_committed_readme_is_that_of_the_committed_results() -> None:
     """The claims and the charts, and where and on what was measured."""
     text = (ROOT / "benchmarks/README.md").read_text()
     assert text == readme.page(report.load(RESULTS)), "run: python -m benchmarks.readme"
-    assert "Measured on 1,000 JPEGs of 224x224 pixels (median), 10.3 KiB each (mean)." in text
+    assert "Measured on 215 JPEGs of 500x375 pixels (median), 104 KiB each (mean)." in text
     pictures = re.findall(r"!\[.+?\]\((results/.+?)\)", text)
     assert len(pictures) >= 8
     assert all((ROOT / "benchmarks" / picture).exists() for picture in pictures)
