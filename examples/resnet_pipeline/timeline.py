@@ -73,11 +73,15 @@ class Timeline:
         self.steps[-1].append(Event(self.row, kind, micro, stage, start, time.time()))
 
 
+def span(events: list[Event]) -> float:
+    """The seconds between the first start and the last end."""
+    return max(event.end for event in events) - min(event.start for event in events)
+
+
 def bubble(events: list[Event]) -> float:
     """The idle share of the processes' time between the first start and the last end."""
     rows = len({event.row for event in events})
-    span = max(event.end for event in events) - min(event.start for event in events)
-    return 1 - sum(event.end - event.start for event in events) / (rows * span)
+    return 1 - sum(event.end - event.start for event in events) / (rows * span(events))
 
 
 def report_timeline(timeline: Timeline, folder: Path, title: str) -> float | None:
