@@ -166,7 +166,7 @@ def parse(
 
     Raises:
         SystemExit: code 2 with one line on standard error (from one process only, when a launcher
-            started several), code 0 after `--help`.
+            started several), code 0 after `-h` or `--help`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = command or f"python -m {getattr(sys.modules['__main__'].__spec__, 'name', '...')}"
@@ -175,7 +175,9 @@ def parse(
         if file:
             default = _read(cls, config_words(cls, file), f"--config {file}: ")
         if {"-h", "--help"} & set(words):
-            say(help_text(cls, command, description or cls.__doc__ or "", default).rstrip("\n"))
+            brief = "--help" not in words
+            text = help_text(cls, command, description or cls.__doc__ or "", default, brief)
+            say(text.rstrip("\n"))
             raise SystemExit(0)
         return _read(cls, words, default=default)
     except UserError as error:

@@ -119,10 +119,17 @@ class Watch(Repeat):
     """Send what metrics.jsonl holds to Weights & Biases or MLflow, too."""
     limit_steps: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 0
     """End after this many optimizer steps, as a trial; 0 trains to the end."""
+    print_freq: Annotated[
+        int, arg(aliases=["-p", "--log-interval", "--log-step"], metavar="STEPS"), MAY_CHANGE
+    ] = 0
+    """Steps between lines with loss and speed; 0: a line per epoch."""
+    keep: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 2
+    """Checkpoints that stay."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, limit_steps=self.limit_steps)
+        at_least(0, limit_steps=self.limit_steps, print_freq=self.print_freq)
+        at_least(1, keep=self.keep)
 
 
 def at_least(least: int, **values: float | None) -> None:

@@ -122,7 +122,9 @@ def _sentences(cls: type) -> dict[str, str]:
     return found
 
 
-def help_text(cls: type, command: str, description: str, default: Any = None) -> str:
+def help_text(
+    cls: type, command: str, description: str, default: Any = None, brief: bool = False
+) -> str:
     """What `--help` prints: what the program does, the command as it is typed, the flags.
 
     Args:
@@ -130,6 +132,7 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
         command: what the user types before them.
         description: the text above them; its first line says what the program does.
         default: as in `flags_of`.
+        brief: only the first few flags, if there are many: what `-h` prints.
     """
     flags = list(flags_of(cls, default))
     by_name = {flag.names[0] if flag.positional else flag.field: flag for flag in flags}
@@ -137,7 +140,7 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
     many = len(flags) > 8
     sections: dict[str, list[Flag]] = {"Common flags": first} if many else {}
     for flag in flags:
-        if not (many and flag in first):
+        if not (many and (brief or flag in first)):
             sections.setdefault(flag.section, []).append(flag)
     where = "".join(
         f" {flag.names[0]}" if flag.default is MISSING else f" [{flag.names[0]}]"
@@ -149,7 +152,13 @@ def help_text(cls: type, command: str, description: str, default: Any = None) ->
     lines += ["", *more.strip("\n").splitlines()] if more.strip() else []
     for title, members in sections.items():
         lines += ["", f"{title}:", *(line for flag in members for line in _entry(flag))]
-    return "\n".join([*lines, f"  {'-h, --help':{NAMES_WIDTH}}Show this help and exit.", ""])
+    ends = [("-h, --help", "Show this help and exit.")]
+    if many:
+        ends = [
+            ("-h", "Show the common flags and exit."),
+            ("--help", f"Show all {len(flags)} flags."),
+        ]
+    return "\n".join([*lines, *(f"  {name:{NAMES_WIDTH}}{about}" for name, about in ends), ""])
 
 
 def _entry(flag: Flag) -> list[str]:

@@ -41,7 +41,7 @@ class Run:
 
     Args:
         args: the flags: `launch`, `amp`, `watch`, `seed`, `batch_size`, `out`, `resume`,
-            `checkpoint_every`, and, if they are there, `init` and `keep`.
+            `checkpoint_every`, and, if it is there, `init`.
         device: of this rank.
         data: `str(data)` says what is trained on; `data.facts` goes into result.json;
             `data.identity`, if there is one, is compared on resuming; `data.class_names` and
@@ -113,7 +113,7 @@ class Run:
         self.parts = {name: bare(part) for name, part in parts.items() if part is not None}
         self.parts["scaler"] = self.scaler
         checkpoints = Checkpoints(
-            args.out / "checkpoints", self.parts, self.config, getattr(args, "keep", 2)
+            args.out / "checkpoints", self.parts, self.config, args.watch.keep
         )
         found = checkpoints.load(args.resume)
         if found:
@@ -172,7 +172,7 @@ class Run:
         self.meters.loss(loss, **others)
 
     def _end_step(self, steps_in_epoch: int) -> None:
-        state, every = self.state, self.options.log_every
+        state, every = self.state, self.args.watch.print_freq
         if self._unchecked is not None:
             check_gradients(cast("nn.Module", self._unchecked))
             self._unchecked = None

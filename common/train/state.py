@@ -62,8 +62,6 @@ class Options:
     """Which shard of each batch this rank trains on, of how many; by default rank, world size."""
     counts: bool = True
     """Whether this rank's samples count in the check that each is seen once."""
-    log_every: int = 0
-    """Steps between lines with loss and speed; 0 for none."""
     save_before_evaluation: bool = False
     """Save a checkpoint before an evaluation that takes long, too."""
     unit: str = "images"

@@ -132,8 +132,6 @@ class Args:
     replicas: Annotated[int, arg(metavar="N")] = 1
     """On a CPU: replicas of the model in threads, as DataParallel has them on CUDA devices. With
     dropout, two such runs differ: threads draw in no order."""
-    log_step: Annotated[int, arg(aliases=["--log-interval"], metavar="STEPS"), MAY_CHANGE] = 100
-    """Steps between lines of the log."""
     seed: int = 0
     """Seed of the split, the parameters and the order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp")
@@ -145,10 +143,10 @@ class Args:
     text: OmitArgPrefixes[TextArgs] = TextArgs()
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision(channels_last="no")
-    watch: OmitArgPrefixes[Watch] = Watch()
+    watch: OmitArgPrefixes[Watch] = Watch(print_freq=100)
 
     def __post_init__(self) -> None:
-        at_least(1, epochs=self.epochs, batch_size=self.batch_size, log_step=self.log_step)
+        at_least(1, epochs=self.epochs, batch_size=self.batch_size)
         at_least(1, checkpoint_every=self.checkpoint_every, replicas=self.replicas)
         at_least(0, seed=self.seed)
         share(mask=self.mask)

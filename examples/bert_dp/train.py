@@ -68,7 +68,7 @@ def train(args: Args, device: torch.device) -> None:
 
     epochs = args.epochs or args.text.default_epochs
     settings = {"epochs": epochs, **args.text.chosen}
-    with Run(args, device, data, settings=settings, log_every=args.log_step, unit="reviews") as run:
+    with Run(args, device, data, settings=settings, unit="reviews") as run:
         kind = FastClassifier if args.fast else Classifier
         mask = (args.mask, data.tokenizer.mask_token_id)
         model = run.prepare(kind(data.bert, run.autocast, *mask))

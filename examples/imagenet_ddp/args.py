@@ -70,26 +70,19 @@ class Args:
     """Let DDP search for parameters that a forward did not use."""
     static_graph: Annotated[bool, MAY_CHANGE] = False
     """Promise DDP that every step uses the same parameters in the same order."""
-    print_freq: Annotated[
-        int, arg(aliases=["-p", "--log-interval"], metavar="STEPS"), MAY_CHANGE
-    ] = 10
-    """Steps between lines of the log."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 500
     """Optimizer steps between checkpoints (there is one after every epoch, too)."""
-    keep: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 2
-    """Checkpoints that stay."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/imagenet_ddp")
     """Folder for the output of the run."""
     images: OmitArgPrefixes[ImageArgs] = ImageArgs()
     recipe: OmitArgPrefixes[Recipe] = Recipe()
     launch: OmitArgPrefixes[Launch] = Launch()
     amp: OmitArgPrefixes[Precision] = Precision(channels_last="yes")
-    watch: OmitArgPrefixes[Watch] = Watch()
+    watch: OmitArgPrefixes[Watch] = Watch(print_freq=10)
 
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size, accumulate=self.accumulate)
-        at_least(1, print_freq=self.print_freq, checkpoint_every=self.checkpoint_every)
-        at_least(1, keep=self.keep)
+        at_least(1, checkpoint_every=self.checkpoint_every)
         at_least(0, seed=self.seed)
         if self.evaluate and self.resume == "no" and not self.recipe.pretrained:
             raise UserError(
@@ -128,6 +121,5 @@ class Args:
                 "batch_size": self.global_batch,
                 "lr": self.learning_rate,
             },
-            "log_every": self.print_freq,
             "save_before_evaluation": True,
         }

@@ -38,8 +38,6 @@ class Args:
     """Seed of parameters and sample order."""
     test_batch_size: Annotated[int, arg(metavar="N"), MAY_CHANGE] = 1000
     """Test images at once per rank: it changes the speed, not the result."""
-    log_interval: Annotated[int, arg(metavar="STEPS"), MAY_CHANGE] = 0
-    """Steps between lines with loss and speed; 0: a line per epoch."""
     workers: Annotated[int, arg(aliases=["-j"], metavar="N"), MAY_CHANGE] = 0
     """Loader processes per rank; 0 is fastest here, since the data lie in memory as tensors."""
     find_unused_parameters: Annotated[bool, MAY_CHANGE] = False
@@ -64,7 +62,6 @@ class Args:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)
         at_least(1, checkpoint_every=self.checkpoint_every, test_batch_size=self.test_batch_size)
         at_least(0, workers=self.workers, lr=self.lr, seed=self.seed)
-        at_least(0, log_interval=self.log_interval)
         at_least(0, weight_decay=self.weight_decay)
         share(momentum=self.momentum, label_smoothing=self.label_smoothing)
         if self.gamma is not None:
@@ -91,4 +88,4 @@ class Args:
     @property
     def options(self) -> dict[str, Any]:
         """What `Run` is told beside the flags."""
-        return {"settings": {"epochs": self.num_epochs}, "log_every": self.log_interval}
+        return {"settings": {"epochs": self.num_epochs}}
