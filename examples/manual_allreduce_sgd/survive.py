@@ -4,7 +4,7 @@
     python -m examples.manual_allreduce_sgd.survive --nproc 3 --replace   # another takes its place
 
 A step has one collective, the sum of the gradients over the ranks. Who gets the sum takes the step.
-Who gets an error goes to a meeting (membership.py), and so do the others, in the next step at the
+Who gets an error goes to a meeting (`Membership`), and so do the others, in the next step at the
 latest. There, those who took the step give its outcome to those who did not; if nobody did, all do
 it again. Each global batch is divided among the ranks of that moment: every sample of the epoch is
 trained on once, and nobody waits for a rank to come back.
@@ -14,34 +14,29 @@ train, and it is the only one that must not be lost.
 """
 
 import json
-import multiprocessing
-import multiprocessing.connection
-import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 from tyro.conf import OmitArgPrefixes, arg
 
 from common.data.idx import ImageData, image_data
-from common.launch import rendezvous
-from common.launch.args import STOPPING, fail, start
-from common.launch.console import complain, say
-from common.launch.device import share_cores
+from common.launch.args import fail, start
+from common.launch.console import say
 from common.launch.errors import Lost, UserError
 from common.launch.flags import IDX, Launch, at_least, share
+from common.launch.members import join, keep
 from common.launch.place import Place
 from common.launch.record import record
 from common.train.checks import parameter_hash
 from common.train.files import write_atomically
+from common.train.membership import NOTHING, Membership, TooLate, communication
 from common.train.weights import save_model
 from examples.manual_allreduce_sgd.allreduce import ring
-from examples.manual_allreduce_sgd.membership import NOTHING, Membership, TooLate, communication
 from examples.manual_allreduce_sgd.replica import Replica
 
 TRIES = 10  # of one step: more failures in a row come from a bug, or a network that does not work
@@ -157,86 +152,23 @@ def member(local_number: int, number: int, place: Place, args: Args) -> None:
         place: where its parent runs.
         args: the flags.
     """
-    place.export(local_number)  # on one machine: gloo listens on loopback only
-    share_cores(place, place.local_world_size)
-    rendezvous.joined = store = client(place, args)  # where `record` asks who reports an error
+    store = join(local_number, place)
     data = image_data(args.dataset, args.data_dir)
     membership = Membership(store, number, place.world_size, args.launch.patience)
     with suppress(TooLate):
         train(args, data, membership, 0 if number < place.world_size else NOTHING)
 
 
-def client(place: Place, args: Args) -> dist.Store:
-    """Connect to the store, which the first node's parent hosts."""
-    host = "127.0.0.1" if place.loopback else place.host
-    return dist.TCPStore(
-        host, place.port, is_master=False, wait_for_workers=False, timeout=args.launch.patience
-    )
-
-
-def stop(store: dist.Store, running: dict[Any, tuple[int, Any]], signum: int, _: object) -> None:
-    """End this parent of members: a terminal's Ctrl-C reaches them, too, and one line is enough."""
-    for again in STOPPING:
-        signal.signal(again, lambda *_: None)
-    first = b"parent"
-    with suppress(dist.DistError):
-        first = store.compare_set("end reported", "", "parent")
-    if first == b"parent":
-        complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
-    else:  # killed now, it would not come to say it
-        for _, process in running.values():
-            process.join(5)
-    raise SystemExit(128 + signum)
-
-
 def main(place: Place, args: Args) -> None:
     """Start the members of this node, see them end, and replace them if asked to.
 
     Raises:
-        SystemExit: all were lost (code 1), one met an error, or this process got a signal.
+        SystemExit: as `keep`.
     """
     if place.launched:
         fail(UserError("survive starts its processes by itself: srun and torchrun end all of them"))
     (args.out / "result.json").unlink(missing_ok=True)
-    store, running = client(place, args), dict[Any, tuple[int, Any]]()
-    context, finished = multiprocessing.get_context("forkserver"), False
-
-    def begin(number: int) -> None:
-        process = context.Process(target=member, args=(len(running), number, place, args))
-        process.start()
-        running[process.sentinel] = number, process
-        say(f"member {number} is process {process.pid}")
-
-    for signum in STOPPING:
-        signal.signal(signum, partial(stop, store, running))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-    try:
-        for local_rank in range(place.local_world_size):
-            begin(place.rank + local_rank)
-        while running:
-            patience = args.launch.timeout if finished else None
-            ended = multiprocessing.connection.wait(list(running), patience)
-            if not ended:
-                break  # what is left is silent, and the others have done without it
-            for sentinel in ended:
-                number, process = running.pop(sentinel)
-                process.join()
-                code = process.exitcode
-                with suppress(dist.DistError):  # the first node's parent ends first
-                    store.set(f"ended/{number}", str(code))
-                if code > 0:
-                    raise SystemExit(code)  # an error, which would come again
-                finished = finished or code == 0
-                if code < 0 and not finished:
-                    say(f"lost member {number}: {signal.Signals(-code).name}")
-                    if args.replace:
-                        begin(place.world_size + store.add("newcomers", 1) - 1)
-    finally:
-        for _, process in running.values():
-            process.kill()
-    if place.node_rank == 0 and not store.check(["finished"]):
-        complain("all members are lost: nobody was left to go on")
-        raise SystemExit(1)
+    keep(member, place, args, args.replace)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from benchmarks.survive_replay import replayed
 from common.data.idx import ImageData, idx_folder
 from common.launch.errors import Lost
-from examples.manual_allreduce_sgd.membership import Membership, leave_group
+from common.train.membership import Membership, leave_group
 from tests.conftest import Programs
 from tests.examples.test_manual_allreduce_sgd import plain_loop
 from tests.machine import here
 from tests.runs import Eventually, mutated, result
 
 FOLDER = "examples/manual_allreduce_sgd"
+SHARED = {"membership.py": "common/train", "members.py": "common/launch"}
 SURVIVE = ("-m", "examples.manual_allreduce_sgd.survive", "--epochs", 3, "-b", 24, "--lr", 0.1, "--threads", 1)
 STEPS = 27
 KILL, STOP, FAIL = "kill", "stop", "fail"
@@ -73,7 +74,11 @@ HOOKS = (
         "    global calls\n    calls += 1\n"
         '    accident("exchange", int(os.environ["RANK"]), calls)\n    send = dist.P2POp(',
     ),
-    ("allreduce.py", "import torch\n", "import os\nimport torch\nfrom .membership import accident\ncalls = 0\n"),
+    (
+        "allreduce.py",
+        "import torch\n",
+        "import os\nimport torch\nfrom common.train.membership import accident\ncalls = 0\n",
+    ),
 )
 
 
@@ -82,7 +87,7 @@ def with_faults(folder: Path, faults: tuple[Fault, ...], *changes: tuple[str, st
     planned = {fault[:3]: fault[3] for fault in faults}
     defined = f"import os\nimport signal\n\nFAULTS = {planned}\n{ACCIDENT}"
     hooks = (*changes, *HOOKS, ("membership.py", "\n@contextmanager", defined))
-    return mutated(folder, *((f"{FOLDER}/{file}", old, new) for file, old, new in hooks))
+    return mutated(folder, *((f"{SHARED.get(file, FOLDER)}/{file}", old, new) for file, old, new in hooks))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +181,7 @@ def test_a_newcomer_goes_on_alone(programs: Programs, tmp_path: Path, data: Imag
         ("before", 0, 20, KILL),
         ("before", 2, 22, KILL),
     )
-    once = ("survive.py", "if args.replace:", "if args.replace and number == 1:")
+    once = ("members.py", "if replace:", "if replace and number == 1:")
     folder, out = with_faults(tmp_path / "project", faults, once, *WAIT), tmp_path / "out"
     words = (*SURVIVE, "--nproc", 3, "--replace", "--timeout", 60, "--dataset", data.name, "--out", out)
     programs.run(*words, cwd=folder)

@@ -1,0 +1,116 @@
+"""Members: processes of a training that goes on when one of them is lost.
+
+The process that the user starts hosts the store at which they meet (`spawn.hosted`), starts them,
+and replaces those that are lost, if asked to. It does not train, and must not be lost itself.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from common.launch import rendezvous
+from common.launch.args import STOPPING
+from common.launch.console import complain, say
+from common.launch.device import share_cores
+from common.launch.place import Place
+
+
+def join(local_number: int, place: Place) -> dist.Store:
+    """Give this process, a member, its place and its share of the cores.
+
+    Args:
+        local_number: of the processes that its parent has started.
+        place: where its parent runs.
+
+    Returns:
+        The store at which the members meet.
+    """
+    place.export(local_number)  # on one machine: gloo listens on loopback only
+    share_cores(place, place.local_world_size)
+    rendezvous.joined = store = client(place)  # where `record` asks who reports an error
+    return store
+
+
+def client(place: Place) -> dist.Store:
+    """Connect to the store, which the first node's parent hosts."""
+    host = "127.0.0.1" if place.loopback else place.host
+    return dist.TCPStore(
+        host, place.port, is_master=False, wait_for_workers=False, timeout=place.flags.patience
+    )
+
+
+def keep(
+    member: Callable[[int, int, Place, Any], None], place: Place, args: Any, replace: bool
+) -> None:
+    """Start the members of this node, see them end, and replace them if asked to.
+
+    Args:
+        member: the main function of one, decorated with `record`; its arguments are its number
+            among those that this process has started, its number in the job, `place` and `args`.
+        place: of this process.
+        args: the flags.
+        replace: whether a newcomer is started for each that is lost.
+
+    Raises:
+        SystemExit: all were lost (code 1), one met an error, or this process got a signal.
+    """
+    store, running = client(place), dict[Any, tuple[int, Any]]()
+    context, finished = multiprocessing.get_context("forkserver"), False
+
+    def begin(number: int) -> None:
+        process = context.Process(target=member, args=(len(running), number, place, args))
+        process.start()
+        running[process.sentinel] = number, process
+        say(f"member {number} is process {process.pid}")
+
+    for signum in STOPPING:
+        signal.signal(signum, partial(_stop, store, running))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    try:
+        for local_rank in range(place.local_world_size):
+            begin(place.rank + local_rank)
+        while running:
+            patience = place.flags.timeout if finished else None
+            ended = multiprocessing.connection.wait(list(running), patience)
+            if not ended:
+                break  # what is left is silent, and the others have done without it
+            for sentinel in ended:
+                number, process = running.pop(sentinel)
+                process.join()
+                code = process.exitcode
+                with suppress(dist.DistError):  # the first node's parent ends first
+                    store.set(f"ended/{number}", str(code))
+                if code > 0:
+                    raise SystemExit(code)  # an error, which would come again
+                finished = finished or code == 0
+                if code < 0 and not finished:
+                    say(f"lost member {number}: {signal.Signals(-code).name}")
+                    if replace:
+                        begin(place.world_size + store.add("newcomers", 1) - 1)
+    finally:
+        for _, process in running.values():
+            process.kill()
+    if place.node_rank == 0 and not store.check(["finished"]):
+        complain("all members are lost: nobody was left to go on")
+        raise SystemExit(1)
+
+
+def _stop(store: dist.Store, running: dict[Any, tuple[int, Any]], signum: int, _: object) -> None:
+    """End this parent of members: a terminal's Ctrl-C reaches them, too, and one line is enough."""
+    for again in STOPPING:
+        signal.signal(again, lambda *_: None)
+    first = b"parent"
+    with suppress(dist.DistError):
+        first = store.compare_set("end reported", "", "parent")
+    if first == b"parent":
+        complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
+    else:  # killed now, it would not come to say it
+        for _, process in running.values():
+            process.join(5)
+    raise SystemExit(128 + signum)
