@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from docs.diagrams import BLUE, GREEN, INK, ORANGE, PALE, RANKS, arrow, box, picture, write
+from docs.diagrams import BLUE, GREEN, INK, ORANGE, PALE, RANKS, arrow, box, picture, save, write
 
 FOLDER = Path(__file__).parent / "images" / "cards"
 WIDTH, HEIGHT = 190, 84
@@ -82,6 +82,4 @@ def drawings() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, text in drawings().items():
-        (FOLDER / f"{name}.svg").write_text(text)
+    save(FOLDER, drawings())

@@ -1,9 +1,11 @@
-"""Draws the pictures of the concepts, as SVG: `python docs/diagrams.py` writes docs/images/concepts.
+"""Draws the pictures of the concepts, as SVG: `python -m docs.diagrams` writes docs/images/concepts.
 
-The words in them are the names that PyTorch uses, so that one set serves every language.
+Those in its folder zh are the same with Chinese words, from docs/chinese.py.
 """
 
 from pathlib import Path
+
+from docs.chinese import translated
 
 FOLDER = Path(__file__).parent / "images" / "concepts"
 INK, PALE, BLUE, ORANGE, GREEN = "#37474f", "#eceff1", "#bbdefb", "#ffcc80", "#c8e6c9"
@@ -290,7 +292,13 @@ def drawings() -> dict[str, str]:
     )  # fmt: skip
 
 
+def save(folder: Path, drawn: dict[str, str]) -> None:
+    """Write drawings to a folder, and in Chinese to its folder zh."""
+    (folder / "zh").mkdir(parents=True, exist_ok=True)
+    for name, text in drawn.items():
+        (folder / f"{name}.svg").write_text(text)
+        (folder / "zh" / f"{name}.svg").write_text(translated(text))
+
+
 if __name__ == "__main__":
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, text in drawings().items():
-        (FOLDER / f"{name}.svg").write_text(text)
+    save(FOLDER, drawings())

@@ -8,6 +8,7 @@ from tests.conftest import ROOT
 
 FENCE = re.compile(r"```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = re.compile(r"((?:<!-- not run: .+? -->\n)?)```sh\n(.*?)```\n((?:<!-- not run above: .+? -->)?)", re.DOTALL)
+DRAWING = re.compile(r"^(docs/images/(?:cards|concepts))/(zh/)?")
 PAGES = [  # those in English, which the others translate
     ROOT / "README.md",
     *sorted((ROOT / "examples").glob("*/README.md")),
@@ -45,12 +46,17 @@ def translations() -> list[tuple[Path, Path]]:
 
 
 def target(page: Path, link: str) -> str:
-    """What a link leads to, the same for all languages; of an anchor only that there is one."""
+    """What a link leads to, the same for all languages; of an anchor only that there is one.
+
+    A drawing with words is in two folders: a Chinese page has to show that of `zh`.
+    """
     if "://" in link:
         return link
     path, _, anchor = link.partition("#")
     relative = (page.parent / path).resolve().relative_to(ROOT) if path else page.relative_to(ROOT)
     name = re.sub(r"^docs/(en|zh)/", "docs/", str(PurePosixPath(relative))).replace(".zh-CN", "")
+    if page.name == "README.zh-CN.md" or page.parent.name == "zh":
+        name = DRAWING.sub(lambda drawing: f"{drawing[1]}/{'' if drawing[2] else 'in English/'}", name)
     return name + ("#" if anchor else "")
 
 

@@ -109,3 +109,24 @@ def test_words_comments_and_the_languages_folders_may_differ() -> None:
         PAGE.replace("Title", "标题").replace("# comment", "# 说明").replace("README.md#part", "README.zh-CN.md#段")
     )
     assert skeleton(ROOT / "docs" / "zh" / "x.md", translated) == skeleton(ROOT / "docs" / "en" / "x.md", PAGE)
+
+
+@pytest.mark.parametrize(
+    ("english", "chinese", "same"),
+    [
+        ("concepts/rank.svg", "concepts/zh/rank.svg", True),
+        ("concepts/rank.svg", "concepts/rank.svg", False),
+        ("concepts/zh/rank.svg", "concepts/zh/rank.svg", False),
+        ("concepts/zh/rank.svg", "concepts/rank.svg", False),
+        ("concepts/rank.svg", "concepts/zh/world.svg", False),
+        ("cards/gan_ddp.svg", "cards/zh/gan_ddp.svg", True),
+        ("cards/gan_ddp.svg", "cards/gan_ddp.svg", False),
+        ("mnist_ddp_spawn.png", "mnist_ddp_spawn.png", True),
+        ("mnist_ddp_spawn.png", "zh/mnist_ddp_spawn.png", False),
+    ],
+)
+def test_each_language_shows_its_own_drawings(english: str, chinese: str, same: bool) -> None:
+    shown = skeleton(ROOT / "docs" / "en" / "x.md", f"![a](../images/{english})")
+    assert (skeleton(ROOT / "docs" / "zh" / "x.md", f"![a](../images/{chinese})") == shown) is same
+    shown = skeleton(ROOT / "README.md", f"![a](docs/images/{english})")
+    assert (skeleton(ROOT / "README.zh-CN.md", f"![a](docs/images/{chinese})") == shown) is same
