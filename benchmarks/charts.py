@@ -1,13 +1,16 @@
 """Charts of results, from the JSON alone: bars and lines. No torch.
 
-A chart is a description (`Bars`, `Lines`). The report draws each as an SVG that a phone can show;
-the README pictures are PNGs with the charts of one result side by side.
+A chart is a description (`Bars`, `Lines`, `Curves`). The report draws each as an SVG that a phone
+can show; the README pictures are PNGs with the charts of one result, two in a row.
 """
 
 import base64
 import io
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,18 @@ from typing import Any
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.transforms import Bbox
 
 from benchmarks.tables import short
 from common.train.curves import spread
 
 WIDTH = 5.0  # inches: 360 points, so that a letter of 9 points has 9 pixels on a phone
+ROW = 9.0  # inches of two charts: a page that is 700 pixels wide shows 9 points as 10 pixels
+DPI = 110  # of the pictures of pages
+NAMES = 8  # points of the names of lines
+LETTER = 0.6 * NAMES  # how wide a letter of them is, at most
 BLUE, GREY = "#0072b2", "#999999"
 COLOURS = (BLUE, "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#000000")
 COLOURS += ("#882255", "#44aa99", "#999933", "#332288", GREY)
@@ -74,7 +83,7 @@ class Bars:
     @property
     def height(self) -> float:
         """Inches."""
-        return 0.8 + 0.42 * len(self.values) + 0.2 * (-(-len(self.parts) // 2))
+        return 0.8 + 0.42 * len(self.values) + 0.2 * math.ceil(len(self.parts) / 2)
 
     def draw(self, axis: Axes) -> None:
         """Draw the bars from the top down."""
@@ -148,6 +157,7 @@ class Lines:
             axis.plot(line.xs, line.ys, line.dashes, label=line.name, markerfacecolor=fill, **looks)
         axis.set(xscale="log", xlabel=self.x, ylabel=self.y)
         axis.set(ylim=(0, None)) if self.from_zero else axis.set_yscale("log")
+        label_powers(axis)
         if self.ticks:
             axis.set_xticks(self.ticks, [short(tick) for tick in self.ticks])
             axis.minorticks_off()
@@ -158,20 +168,82 @@ class Lines:
         """Write each name to the right of its last point, or as near as the others let it."""
         most = max(line.xs[-1] for line in self.lines)
         longest = [line for line in self.lines if line.xs[-1] == most]
-        looks: dict[str, Any] = {"fontsize": 7, "va": "center", "annotation_clip": False}
+        looks: dict[str, Any] = {"fontsize": NAMES, "annotation_clip": False}
         for line, height in zip(longest, self._heights(axis, longest), strict=True):
-            colour = ink(line.colour)
-            axis.annotate(line.name, (1.02, height), None, "axes fraction", color=colour, **looks)
-        for line in (line for line in self.lines if line.xs[-1] != most):
-            end, colour = (line.xs[-1], line.ys[-1]), ink(line.colour)
-            axis.annotate(line.name, end, (6, 3), "data", "offset points", color=colour, **looks)
+            at, colour = (1.02, height), ink(line.colour)
+            axis.annotate(line.name, at, None, "axes fraction", color=colour, va="center", **looks)
+        others = [line for line in self.lines if line.xs[-1] < most]
+        if not others:
+            return
+        beside = LETTER * max(len(line.name) for line in longest)
+        plane = Plane(axis, 72 * (WIDTH - 0.7) - beside)
+        taken = [box for line in self.lines for box in plane.along(line)]
+        for line in sorted(others, key=lambda line: line.xs[-1]):
+            end, looks["color"] = (line.xs[-1], line.ys[-1]), ink(line.colour)
+            at = plane.free_place(end, line.name, taken), "data", "offset points"
+            axis.annotate(line.name, end, *at, **looks)
 
     def _heights(self, axis: Axes, lines: Sequence[Line]) -> list[float]:
         """Where the names of lines stand beside the axis, as shares of its height."""
         bottom, top = axis.transScale.transform([(1, y) for y in axis.get_ylim()])[:, 1]
         ends = axis.transScale.transform([(1, line.ys[-1]) for line in lines])[:, 1]
-        room = 0.15 / (self.height - 0.8)  # inches of a line of text, as a share of the axis
-        return spread([(y - bottom) / (top - bottom) for y in ends], room)
+        highest = 0.97  # below the title
+        room = 0.16 / (self.height - 0.8) / highest  # a line of text, as a share of the axis
+        places = spread([(y - bottom) / (top - bottom) / highest for y in ends], room)
+        return [highest * place for place in places]
+
+
+def label_powers(axis: Axes) -> None:
+    """Numbers, not powers, at logarithmic axes; where they span little, at 2 and 5, too."""
+    for one in (axis.xaxis, axis.yaxis):
+        if one.get_scale() == "log":
+            low, high = one.get_view_interval()
+            steps = (1.0,) if high / low > 100 else (1.0, 2.0, 5.0)
+            one.set_major_locator(LogLocator(subs=steps))
+            one.set_minor_locator(NullLocator())
+            one.set_major_formatter(FuncFormatter(lambda number, _: short(number)))
+
+
+class Plane:
+    """Where things of an axis are, in points, before the layout is made.
+
+    Args:
+        axis: with its lines.
+        width: in points, that the layout will give it.
+    """
+
+    def __init__(self, axis: Axes, width: float) -> None:
+        axis.get_xlim(), axis.get_ylim()  # only now are the limits known
+        self.wide, self.high = width / axis.get_window_extent().width, 72 / axis.figure.dpi
+        self.transform = axis.transData.transform
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point is."""
+        right, up = self.transform((x, y))
+        return self.wide * right, self.high * up
+
+    def along(self, line: Line) -> list[Bbox]:
+        """Small boxes along a line."""
+        ends = [self.at(x, y) for x, y in zip(line.xs, line.ys, strict=True)]
+        found = []
+        for (x1, y1), (x2, y2) in pairwise([*ends, ends[-1]]):
+            for step in range(40):
+                x, y = x1 + (x2 - x1) * step / 40, y1 + (y2 - y1) * step / 40
+                found.append(Bbox.from_extents(x - 2, y - 2, x + 2, y + 2))
+        return found
+
+    def free_place(self, end: tuple[float, float], name: str, taken: list[Bbox]) -> tuple[int, int]:
+        """Where to write a name near the end of its line, as an offset; it is taken then."""
+        x, y = self.at(*end)
+        offsets = [(6, -3), (6, -11), (6, 5), (0, 6), (0, -13), (6, -20), (6, 14)]
+        boxes = [
+            Bbox.from_bounds(x + right, y + up - 1, LETTER * len(name), NAMES)
+            for right, up in offsets
+        ]
+        free = [number for number, box in enumerate(boxes) if not box.count_overlaps(taken)]
+        chosen = free[0] if free else 0
+        taken.append(boxes[chosen])
+        return offsets[chosen]
 
 
 @dataclass(frozen=True)
@@ -215,21 +287,35 @@ class Curves:
 Chart = Bars | Lines | Curves
 
 
+def wrapped(text: str, width: int) -> str:
+    """In lines of about the same length."""
+    lines = math.ceil(len(text) / width)
+    return textwrap.fill(text, min(width, len(text) // lines + 8))
+
+
 def figure(charts: Sequence[Chart], title: str = "") -> Figure:
-    """The charts side by side, each with its legend below."""
-    height = max(chart.height for chart in charts) + (0.5 if title else 0)
-    whole = Figure(figsize=(WIDTH * len(charts), height), layout="constrained")
-    places: list[Figure | SubFigure] = [whole]
+    """The charts, two in a row, each with its legend below; with a title, each has its own, too."""
+    columns = min(2, len(charts))
+    rows = [charts[first : first + 2] for first in range(0, len(charts), 2)]
+    heights = [max(chart.height for chart in row) + (0.2 if title else 0) for row in rows]
+    width = WIDTH if columns == 1 else ROW
+    size = (width, sum(heights) + (0.45 if title else 0))
+    whole = Figure(figsize=size, layout="constrained")
     if title:
-        whole.suptitle(title, fontsize=10)
-        places = list(whole.subfigures(1, len(charts), squeeze=False)[0])
-    for place, chart in zip(places, charts, strict=True):
+        whole.suptitle(title, fontsize=9, color="#555555")
+    places = whole.subfigures(len(rows), columns, squeeze=False, height_ratios=heights)
+    for number, chart in enumerate(charts):
+        place, height = places[number // 2][number % 2], heights[number // 2]
+        own = chart.height + (0.2 if title else 0)
+        if isinstance(chart, Bars) and height - own > 0.1:  # else its bars become thick
+            place = place.subfigures(2, 1, height_ratios=(own, height - own))[0]
         axis = place.subplots()
         chart.draw(axis)
         if title:
-            axis.set_title(chart.title)
+            beside = 0.1 if isinstance(chart, Bars) else 0.65  # the numbers left of the axis
+            axis.set_title(wrapped(chart.title, int(13.5 * (width / columns - beside))))
         if chart.parts:
-            place.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=7.5)
+            place.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return whole
 
 
@@ -245,4 +331,4 @@ def save(path: Path, charts: Sequence[Chart], title: str) -> None:
     """Write the charts of one result as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with style.context(STYLE):
-        figure(charts, title).savefig(path, dpi=110)
+        figure(charts, title).savefig(path, dpi=DPI)

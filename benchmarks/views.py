@@ -107,16 +107,18 @@ def bert_throughput(found: Found) -> Pictures:
     charts: Pictures = {}
     if "speed" in found:
         speed, ratios = found["speed"]["sequences_per_second"], found["speed"]["ratio"]
-        notes = {name: f"{value:.2f} times the naive recipe" for name, value in ratios.items()}
-        title = f"training on reviews, {list(ratios.values())[-1]:.2f} times the naive recipe"
+        notes = {name: f"{ratio:.2f} times as fast" for name, ratio in ratios.items() if ratio != 1}
+        fastest = list(ratios.values())[-1]
+        title = f"training on reviews: {fastest:.2f} times as fast as the naive recipe"
         bars = Bars(title, "sequences/s", speed, notes, next(iter(speed)))
         charts["bert_throughput"] = [bars]
     if "batch" in found:
         by_batch = {batch: of["ratio"] for batch, of in found["batch"]["batches"].items()}
         drawn, ticks = lines(by_batch), list(map(int, by_batch))
         most, ratios = list(by_batch.items())[-1]
-        title = f"DataParallel: {ratios['DataParallel']:.2f} times one device, batch {most}"
-        x, y = "global batch, reviews", "times one device"
+        times = ratios["DataParallel"]
+        title = f"batch {most}: DataParallel is {times:.2f} times as fast as one device"
+        x, y = "global batch, reviews", "times as fast as one device"
         charts["bert_dataparallel"] = [Lines(title, x, y, drawn, ticks, from_zero=True)]
     return charts
 
@@ -140,7 +142,8 @@ def same_training(found: Found) -> Pictures:
     equal = found["accuracy_2_ranks_minus_1"] == 0
     words = f"test accuracy: {'equal after every epoch' if equal else 'by epoch'}"
     losses = Curves(apart, "step", "loss of a batch", drawn["loss"], step, event)
-    return {"same_training": [losses, Curves(words, "step", "share", drawn["accuracy"], step, "")]}
+    accuracies = Curves(words, "step", "test accuracy", drawn["accuracy"], step, "")
+    return {"same_training": [losses, accuracies]}
 
 
 def fewer_bytes(found: Found) -> Pictures:
@@ -157,10 +160,14 @@ def fewer_bytes(found: Found) -> Pictures:
     for (kind, of), colour in zip(points.items(), chain(COLOURS, COLOURS), strict=False):
         xs, ys = zip(*sorted(of), strict=True)
         drawn.append(Line(kind, xs, ys, colour))
-    least = min(found["ways"].values(), key=lambda of: of["medians"]["bytes_per_step"])["medians"]
-    whole = max(found["ways"].values(), key=lambda of: of["medians"]["bytes_per_step"])["medians"]
-    title = f"{whole['accuracy']:.1%}; {least['accuracy']:.1%} with "
-    title += f"{least['times_fewer_bytes']:.0f} times fewer bytes"
+    ways = {name: of["medians"] for name, of in found["ways"].items()}
+    by_bytes = sorted(ways, key=lambda name: ways[name]["bytes_per_step"])
+    least, whole = by_bytes[0], by_bytes[-1]
+    title = f"{least}: {ways[least]['times_fewer_bytes']:.0f} times fewer bytes, "
+    accuracy, usual = (f"{ways[name]['accuracy']:.1%}" for name in (least, whole))
+    same = accuracy == usual
+    title += f"the same {accuracy}" if same else f"{accuracy} instead of {usual}"
+    title += " accuracy"
     x = f"kB that each of {found['ranks']} ranks sends per step"
     return {"fewer_bytes": [Lines(title, x, "errors on the test set, %", drawn, from_zero=True)]}
 
@@ -174,7 +181,11 @@ def unequal_shares(found: Found) -> Pictures:
     charts: list[Chart] = [Bars(title, "ms per step", shares["medians"], notes)]
     delays = {who: of["medians"] for who, of in found["delays"].items()}
     bars = {f"{who}, {name}": ms for who, of in delays.items() for name, ms in of.items()}
-    charts.append(Bars("local SGD with delays, by steps between meetings", "ms per step", bars))
+    each = [(name, ms) for name, ms in list(delays.values())[-1].items() if name != "no delays"]
+    (often, most), (seldom, least) = each[0], each[-1]
+    title = "local SGD with delays in each rank: "
+    title += f"a meeting {seldom} steps is {most / least:.2f} times as fast as {often}"
+    charts.append(Bars(title, "ms per step", bars))
     return {"unequal_shares": charts}
 
 

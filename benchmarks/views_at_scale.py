@@ -17,18 +17,18 @@ def meeting(found: Found) -> Pictures:
     most = max(medians, key=int)
     charts: list[Chart] = []
     for figure, what, y in (
-        ("meet", "{:.2g} s", "seconds after the last start"),
-        ("questions", "{:.0f} questions per rank", "questions to the store per rank"),
+        ("meet", "in {:.2g} s", "seconds after the last start"),
+        ("questions", "with {:.0f} questions per rank", "questions to the store per rank"),
     ):
         rows = {ranks: of[figure] for ranks, of in medians.items()}
-        title = f"{most} ranks meet: {what.format(rows[most]['job://'])}"
+        title = f"{most} ranks meet {what.format(rows[most]['job://'])}"
         charts.append(Lines(title, "ranks", y, lines(rows), ticks))
     more = {int(ranks): of["store"] for ranks, of in found.get("calculated", {}).items()}
     if more:
         (drawn, *_) = lines({ranks: of["store"] for ranks, of in medians.items()})
         xs, ys = [drawn.xs[-1], *more], [drawn.ys[-1], *more.values()]
         further = Line("calculated", xs, ys, COLOURS[1], "--")
-        title = f"{xs[-1]} ranks: {ys[-1]:.2g} s of a core of rank 0's host, calculated"
+        title = f"{xs[-1]:,} ranks: {ys[-1]:.2g} s of a core of rank 0's host, calculated"
         both = [replace(drawn, name="measured"), further]
         y = "seconds of the store's thread"
         charts.append(Lines(title, "ranks", y, both, [*ticks, xs[-1]]))
@@ -46,8 +46,9 @@ def starting(found: Found) -> Pictures:
         if ranks.isdigit()
     }
     most = max(rows)
-    title = f"{counted(most, 'rank')}: {rows[most]['by the clock']:.1f} s"
-    grown = Lines(title, "ranks", "seconds of a run of twelve steps", lines(rows), [*rows])
+    title = f"a run of {counted(most, 'rank')} takes {rows[most]['by the clock']:.1f} s"
+    y = "seconds of a run of twelve steps"
+    grown = Lines(title, "ranks", y, lines(rows), [*rows], from_zero=True)
     parts = {name: value for name, value in found["places"].items() if name != "whole"}
     first = next(iter(parts))
     whole = found["places"]["whole"]
@@ -84,7 +85,8 @@ def million(found: Found) -> Pictures:
     later = largest.get("ours, second start", first)
     charts = [
         Lines(
-            f"{int(most):,} images: {first['seconds']:.1f} s, and later {later['seconds']:.2g} s",
+            f"{int(most):,} images are listed in {first['seconds']:.1f} s, later in "
+            f"{later['seconds']:.2g} s",
             "images",
             "seconds until the list is there",
             lines(rows("seconds")),
@@ -104,7 +106,7 @@ def million(found: Found) -> Pictures:
         for samples, of in found["order"].items()
     }
     longest = max(orders, key=int)
-    title = f"The order of {int(longest):,} samples: {orders[longest]['computed']:.2g} MB"
+    title = f"The order of {int(longest):,} samples takes {orders[longest]['computed']:.2g} MB"
     y = "MB until the first batch"
     charts.append(Lines(title, "samples", y, lines(orders), [int(one) for one in orders]))
     return {"million": charts}
@@ -150,5 +152,5 @@ def large_states(found: Found) -> Pictures:
     ]
     most = max(sizes)
     times = sizes[most]["training_waits"] / sizes[most]["copy"]
-    title = f"{most:g} GB: training waits {times:.2g} times a copy in memory"
+    title = f"{most:g} GB: training waits {times:.2g} times as long as a copy in memory takes"
     return {"large_states": [Lines(title, "GB of parameters", "seconds", drawn, [*sizes])]}

@@ -36,7 +36,7 @@ def allreduce(found: Found) -> Pictures:
         for way, ms in steps.items()
     }
     ratios = step["times_faster_than_ddp"].items()
-    notes = {way: f"{ratio:.2f} times DDP's speed" for way, ratio in ratios}
+    notes = {way: f"{ratio:.2f} times as fast as DDP" for way, ratio in ratios if way != "ddp"}
     exchanging = {way: ratio for way, ratio in ratios if way != "none"}
     best = max(exchanging, key=exchanging.__getitem__)
     title = f"step of ResNet-18, 2 ranks x {counted(step['batch'], 'image')}: {best} is fastest"
@@ -44,19 +44,26 @@ def allreduce(found: Found) -> Pictures:
 
 
 def all_reduces_by_size(ranks: str, found: Found) -> Lines:
-    """Time against size with as many ranks, beside the limits of memory and TCP."""
+    """Time against size with as many ranks, beside the limits of memory and TCP.
+
+    The tables have two more ways: so many lines would hide one another.
+    """
     w, loopback, memory = int(ranks), found["loopback"], median(chain(*found["memory"].values()))
     limits = {  # seconds per byte
-        f"limit of memory, {memory / 1e9:.1f} GB/s per rank": (1 + 1 / w) / memory,
-        f"ring over plain TCP, {loopback / 1e9:.1f} GB/s": 2 * (1 - 1 / w) / loopback,
+        f"memory's limit, {memory / 1e9:.1f} GB/s": (1 + 1 / w) / memory,
+        f"TCP's limit, {loopback / 1e9:.1f} GB/s": 2 * (1 - 1 / w) / loopback,
     }
-    drawn, sizes = lines(found["seconds"], 1e3), [int(size) for size in found["memory"]]
+    left_out = ("dist.all_reduce, bounded buffers", "recursive doubling")
+    shown = {
+        size: {way: seconds for way, seconds in ways.items() if way not in left_out}
+        for size, ways in found["seconds"].items()
+    }
+    drawn, sizes = lines(shown, 1e3), [int(size) for size in found["memory"]]
     for (name, per_byte), colour in zip(limits.items(), COLOURS[7:], strict=False):
         drawn.append(Line(name, sizes, [1e3 * size * per_byte for size in sizes], colour, "--"))
     faster = [ways["shared memory, in place"] for ways in found["times_faster_than_torch"].values()]
-    title = (
-        f"{ranks} ranks: shared memory in place {min(faster):.1f} to {max(faster):.0f} times gloo"
-    )
+    times = f"{min(faster):.1f} to {max(faster):.0f} times"
+    title = f"{ranks} ranks: shared memory in place is {times} as fast as gloo"
     return Lines(title, "bytes", "ms per all-reduce", drawn)
 
 
@@ -73,16 +80,21 @@ def pipeline(found: Found) -> Pictures:
             shown = "one core" if way == "alone" else way.removeprefix("hand ")
             speedups.setdefault(int(count), {})[shown] = of["speedup"]
     counts = sorted(speedups)
-    ideal = Line("P M / (M + P - 1)", counts, [2 * m / (m + 1) for m in counts], GREY, ":")
+    name = "P M / (M + P - 1), calculated"
+    ideal = Line(name, counts, [2 * m / (m + 1) for m in counts], GREY, ":")
     drawn = [*lines(speedups), ideal]
     best = found["best"]["hand"]
     title = f"two cores are {each[best]['speedup']:.2f} times as fast as one"
-    y = "times one core"
+    y = "times as fast as one core"
     charts: list[Chart] = [Lines(title, "micro-batches", y, drawn, counts, from_zero=True)]
     shown = ("hand 1f1b", "hand zbv")
-    losses = {n: of["losses"] for n, of in each.items() if n.startswith(shown) and "losses" in of}
+    losses, notes = {}, {}
+    for name, of in each.items():
+        if name.startswith(shown) and "losses" in of:
+            way, _, count = name.removeprefix("hand ").rpartition(" ")
+            losses[f"{way}, {count} micro-batches"] = of["losses"]
+            notes[f"{way}, {count} micro-batches"] = f"measured {of['median_seconds']:.2f}"
     if losses:
-        notes = {name: f"measured {each[name]['median_seconds']:.2f}" for name in losses}
         charts.append(Bars(_most_lost(losses), "seconds", losses, notes))
     return {"pipeline": charts}
 
@@ -92,7 +104,7 @@ def _most_lost(losses: Mapping[str, Mapping[str, float]]) -> str:
     found = []
     for name, parts in (next(iter(losses.items())), list(losses.items())[-1]):
         spent = {part: seconds for part, seconds in parts.items() if part != "ideal"}
-        found.append(f"{max(spent, key=spent.__getitem__)} ({name.removeprefix('hand ')})")
+        found.append(f"{max(spent, key=spent.__getitem__)} ({name})")
     return f"what costs most: {', '.join(found)}"
 
 
@@ -161,7 +173,7 @@ def exchange_by_ranks(found: Found) -> Lines:
     more = sorted({row["ranks"] for row in found["extrapolation"]})
     ranks, fit = [*map(int, measured), *more], found["fit"][way]
     here = Link(fit["alpha"], fit["beta"])
-    calculated = [("by the fit", here, ranks, ":")]
+    calculated = [("by the fit, calculated", here, ranks, ":")]
     for gigabits, (row, *_) in _networks(found):
         link = Link.network(gigabits, row["alpha"])
         name = f"{gigabits} Gb/s, {1e6 * link.alpha:g} µs, calculated"
@@ -177,7 +189,7 @@ def dataparallel(found: Found) -> Pictures:
     """Speed against batch size, and the shares of the eight steps."""
     batches = found["batches"]
     drawn = lines({batch: of["times_one_device"] for batch, of in batches.items()})
-    x, y, ticks = "global batch, images", "times one device", list(map(int, batches))
+    x, y, ticks = "global batch, images", "times as fast as one device", list(map(int, batches))
     by_hand = {b: of["times_one_device"].get("eight steps by hand", 0) for b, of in batches.items()}
     pays = min((int(batch) for batch, times in by_hand.items() if times > 1), default=None)
     title = f"two devices pay from a batch of {pays}" if pays else "speed against batch"
@@ -186,10 +198,13 @@ def dataparallel(found: Found) -> Pictures:
     for batch, of in batches.items():
         if "steps" in of:
             spent = {step: median(values) for step, values in of["steps"].items()}
-            shares[f"batch {batch}"] = {
+            shares[f"batch {int(batch):,}"] = {
                 part: 100 * sum(spent[step] for step in steps) / sum(spent.values())
                 for part, steps in EIGHT_STEPS.items()
             }
     if shares:
-        charts.append(Bars("the eight steps by hand", "% of an iteration", shares))
+        computing = [of["forward, backward in threads (4, 6)"] for of in shares.values()]
+        least, most = min(computing), max(computing)
+        title = f"eight steps by hand: computing takes {least:.0f} to {most:.0f} % of an iteration"
+        charts.append(Bars(title, "% of an iteration", shares))
     return {"mnist_dataparallel": charts}

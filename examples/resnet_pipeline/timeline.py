@@ -162,9 +162,9 @@ def draw(path: Path, charts: dict[str, list[Event]], rows: str = "process") -> N
 
     counts = [len({event.row for event in events}) for events in charts.values()]
     span = max(max(e.end for e in part) - min(e.start for e in part) for part in charts.values())
-    size = (11, sum(counts) * 0.5 + len(charts) + 0.4)
+    size = (8, sum(counts) * 0.5 + len(charts) + 0.6)
     figure, axes = pyplot.subplots(
-        len(charts), 1, figsize=size, squeeze=False, height_ratios=counts
+        len(charts), 1, figsize=size, squeeze=False, height_ratios=counts, layout="constrained"
     )
     for axis, (title, events) in zip(axes[:, 0], charts.items(), strict=True):
         axis.set_title(title, loc="left", fontsize=10)
@@ -175,8 +175,8 @@ def draw(path: Path, charts: dict[str, list[Event]], rows: str = "process") -> N
     axes[-1, 0].set_xlabel(f"milliseconds; the number is the micro-batch{more}")
     kinds = {event.kind for events in charts.values() for event in events}
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in NAMES if kind in kinds]
-    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=8)
-    figure.tight_layout()
+    place, columns = "outside lower center", len(handles)
+    figure.legend(handles=handles, loc=place, ncols=columns, frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
