@@ -12,6 +12,7 @@ OF_IMAGES = (
     "{count:,} JPEGs of {median_width:.0f}x{median_height:.0f} pixels (median), "
     "{mean_kib:.3g} KiB each (mean)"
 )
+BY_IMAGES = ("pixel_cache",)  # whose sizes are numbers of images, not of ranks
 NOT_GIVEN = ("extrapolation", "unequal")  # calculated, or an experiment of its own
 # How results write it: as a value, in a command, or in the name of what was measured.
 RANKS = r'"(?:ranks|processes)": (\d+)|--nproc (\d+)|ours, (\d+) process|"(\d+) ranks?"'
@@ -26,6 +27,7 @@ def inputs(results: Mapping[str, Mapping[str, Any]]) -> Table:
         for part, of in measured(found).items():
             machine = of["machine"]
             text = json.dumps({key: one for key, one in of.items() if key not in NOT_GIVEN})
+            by_images = f"{', '.join(of['sizes'])} JPEGs" if name in BY_IMAGES else ""
             bf16 = ["native bf16"] * bool(machine.get("bf16_flags"))
             here = [machine["cpu"], *cores_of(machine), *bf16, *machine["gpus"]]
             rows.append(
@@ -33,9 +35,9 @@ def inputs(results: Mapping[str, Mapping[str, Any]]) -> Table:
                     f"{name}, {part}" if part else name,
                     str(of.get("date", "-"))[:10],
                     ", ".join(here),
-                    each_once([*numbers(RANKS, text), *ranks_of(of)]),
+                    each_once([*numbers(RANKS, text), *(() if by_images else ranks_of(of))]),
                     each_once(numbers(THREADS, text)),
-                    data(of, text),
+                    by_images or data(of, text),
                     each_once([*numbers(BATCH, text), *map(int, of.get("batches", ()))]),
                 )
             )

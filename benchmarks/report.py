@@ -20,7 +20,7 @@ from benchmarks import harness
 from benchmarks.charts import Bars, Chart, picture
 from benchmarks.inputs import inputs
 from benchmarks.registry import BENCHMARKS, Benchmark
-from benchmarks.tables import Table, all_numbers, cores_of, measured, tables
+from benchmarks.tables import Table, all_numbers, cores_of, filled, measured, tables
 from common.launch.errors import UserError
 
 HERE = Path(__file__).parent
@@ -83,7 +83,7 @@ def all_of(found: Mapping[str, Any], unknown: str = "") -> Shown:
             spread, samples[name] = f"{min(values):.5g} to {max(values):.5g}", median(values)
         rows.append((name, f"{median(values):.5g}", spread, str(len(values))))
     charts = [Bars("medians of the samples", "as in the table", samples)]
-    table = Table("", ("what", "value or median", "range", "samples"), rows)
+    table = filled("", ("what", "value or median", "range", "samples"), rows)
     return Shown(charts if 0 < len(samples) <= 20 else [], [table], unknown)
 
 
@@ -92,7 +92,7 @@ def about(found: Mapping[str, Any]) -> str:
     texts = []
     for name, part in measured(found).items():
         machine = part["machine"]
-        words = [str(part.get("date", "date not recorded"))]
+        words = [str(part.get("date", "date not recorded")).partition("T")[0]]
         words += [machine["cpu"], *cores_of(machine)]
         if machine["cores"]:
             words += [f"{machine['memory_gib']} GiB", ", ".join(machine["gpus"]) or "no GPU"]

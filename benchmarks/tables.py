@@ -46,12 +46,23 @@ def cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def filled(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without the columns in which no row says anything."""
+    said = [place for place in range(len(head)) if {row[place] for row in rows} - {"", "-"}]
+    return Table(title, [head[one] for one in said], [[row[one] for one in said] for row in rows])
+
+
 def table(title: str, rows: Mapping[str, Any]) -> Table:
     """A row per key, a column per key within."""
     within = {name: of if isinstance(of, Mapping) else {"": of} for name, of in rows.items()}
     columns = list(dict.fromkeys(chain(*within.values())))
     cells = [(name, *(cell(of.get(one)) for one in columns)) for name, of in within.items()]
-    return Table(title, ("", *(name.replace("_", " ") for name in columns)), cells)
+    return filled(title, ("", *map(in_words, columns)), cells)
+
+
+def in_words(name: str) -> str:
+    """A key of the JSON as the head of a column."""
+    return name.replace("peer_ratio", "times as fast as the peer").replace("_", " ")
 
 
 def find(found: Any, path: Sequence[str]) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import all as every
-from benchmarks import charts, inputs, readme, report, views, views_of_ranks
+from benchmarks import charts, inputs, readme, report, tables, views, views_of_ranks
 from benchmarks.charts import Lines
 from benchmarks.registry import BENCHMARKS, Benchmark, Claim
 from tests.conftest import ROOT, Programs
@@ -136,8 +136,19 @@ def test_the_table_of_inputs_follows_the_results() -> None:
     assert table["imagenet_throughput, input"]["images or texts"].startswith("1,234 JPEGs of 500x375 ")
     assert table["imagenet_throughput, input"]["date"] == "2027-01-02"
     assert table["imagenet_throughput, training"]["ranks"] == "1, 2"
+    cache = inputs.inputs({"pixel_cache": json.loads((RESULTS / "pixel_cache.json").read_text())}).rows[0]
+    shown = dict(zip(inputs.HEAD, cache, strict=True))
+    assert (shown["ranks"], shown["images or texts"]) == ("-", "4000, 12000, 36000, 100000 JPEGs")
     scaling = table["scaling"]
     assert [scaling[name] for name in ("machine", "ranks", "threads")] == ["Z80, 1 core, H100", "1, 2, 3, 4", "7"]
+
+
+def test_a_table_has_no_empty_column() -> None:
+    rows = {"one": {"peer_ratio": 2.0, "device_mib": None}, "two": {"peer_ratio": None, "device_mib": None}}
+    shown = tables.table("", rows)
+    assert (shown.head, shown.rows) == (["", "times as fast as the peer"], [["one", "2"], ["two", "-"]])
+    unknown = report.all_of({"kills": 3, "bytes": 4}).tables[0]
+    assert list(unknown.head) == ["what", "value or median", "samples"]
 
 
 def test_verdicts(tmp_path: Path) -> None:
