@@ -21,7 +21,7 @@ Synchronous = Literal[
     "ddp",
 ]
 Algorithm = Literal[Synchronous, "local-sgd", "diloco"]
-HALVES = ("flat", "bucketed", "ring", "fast-ring", "recursive-doubling")
+HALVES = ("flat", "bucketed", "ring", "fast-ring", "recursive-doubling", "shared-memory")
 CAN_COMPRESS = {"bf16": HALVES, "fp16": HALVES, "top-k": ("ring",), "powersgd": ("ring",)}
 
 ONLY_OF = {

@@ -94,13 +94,14 @@ class Shared(FlatGradients):
 
     Args:
         model: the same on all ranks, on the CPU.
+        wire: as in `FlatGradients`: half the bytes to write, add and read.
         timeout: the longest wait for another rank.
 
     Raises:
         UserError: the model is on a CUDA device, or as `SharedMemory`.
     """
 
-    def __init__(self, model: nn.Module, timeout: timedelta) -> None:
+    def __init__(self, model: nn.Module, wire: torch.dtype, timeout: timedelta) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if parameters[0].is_cuda:
             raise UserError(
@@ -108,11 +109,11 @@ class Shared(FlatGradients):
                 "within a node: use flat or ddp"
             )
         length = sum(parameter.numel() for parameter in parameters)
-        self._memory = SharedMemory(4 * length, timeout)
-        super().__init__(model, flat=self._memory.local_tensor(length, torch.float32))
+        self._memory = SharedMemory(wire.itemsize * length, timeout)
+        super().__init__(model, flat=self._memory.local_tensor(length, wire))
 
     def reduce(self) -> Tensor:
         """Sum over the ranks; returns the sum, [n], which the node's ranks share."""
-        total = self._memory.sum(len(self.flat), torch.float32)
+        total = self._memory.sum(len(self.flat), self.flat.dtype)
         self.bytes_sent = self._memory.bytes_sent
         return total

@@ -79,7 +79,7 @@ def averaging(
     Args:
         algorithm: the flag.
         model: the same on all ranks, parameters included.
-        wire: the dtype in which flat, bucketed, and the algorithms by hand send gradients.
+        wire: the dtype in which flat, bucketed, and the algorithms by hand send or add gradients.
         megabytes: size of a bucket of `bucketed`, in MB.
         timeout: the longest wait of fast-ring and shared-memory for another rank.
 
@@ -96,7 +96,7 @@ def averaging(
                 raise UserError("--algorithm fast-ring is for the CPU: use ring on GPUs")
             return Flat(model, wire, FastRing(timeout=timeout))
         case "shared-memory":
-            return Shared(model, timeout)
+            return Shared(model, wire, timeout)
         case "ddp":
             return Ddp(model)
         case _:

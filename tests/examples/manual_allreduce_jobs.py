@@ -157,6 +157,8 @@ def trainings(args: Args) -> None:
     for way in WAYS:
         train.train(options(args, way), CPU)
     train.train(options(args, "ring", compress="bf16", out=args.folder / "bf16"), CPU)
+    shared = args.folder / "shared-bf16"
+    train.train(options(args, "shared-memory", compress="bf16", out=shared), CPU)
 
 
 class CutOff(Exception):  # noqa: N818
