@@ -217,3 +217,24 @@ def test_every_test_runs() -> None:
     words = re.compile(r"pytest\.(skip|importorskip|xfail)|mark\.(skip|skipif|xfail)")
     files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
     assert [str(path) for path in files if words.search(path.read_text())] == []
+
+
+GROUPED = """
+import os, pathlib, pytest
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("group", [pytest.param(group, marks=pytest.mark.xdist_group(group)) for group in "ab"])
+def test_of_a_group(group, number):
+    pathlib.Path(f"{group}{number}").write_text(os.environ["PYTEST_XDIST_WORKER"])
+"""
+
+
+def test_tests_of_a_group_share_a_worker(tmp_path: Path) -> None:
+    """Where pytest-xdist does not know pytest's names of tests, `--dist loadgroup` goes without groups, silently: each
+    worker then runs anew what the tests of a group share.
+    """
+    (tmp_path / "test_grouped.py").write_text(GROUPED)
+    words = ("-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:hypothesispytest")
+    subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, check=True)
+    for group in "ab":
+        workers = {file.read_text() for file in tmp_path.glob(f"{group}[0-9]")}
+        assert len(workers) == 1, "install what constraints.txt pins: make setup"
