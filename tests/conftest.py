@@ -1,8 +1,10 @@
 """Real processes for the tests: started in their own session, watched, and gone when the test ends."""
 
 import contextlib
+import fcntl
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -202,6 +204,34 @@ programs = pytest.fixture(name="programs")(started_programs)
 # The same for fixtures that several tests share.
 shared_programs = pytest.fixture(scope="module", name="shared_programs")(started_programs)
 session_programs = pytest.fixture(scope="session", name="session_programs")(started_programs)
+
+
+@dataclass(frozen=True)
+class Once:
+    """What all workers of pytest-xdist share: whoever needs it first makes it, and others wait for that."""
+
+    folder: Path
+
+    def made(self, name: str, make: Callable[[Path], object]) -> Path:
+        """The folder of this name, after `make(folder)` if nobody has made it yet."""
+        out, done = self.folder / name, self.folder / f"{name}.done"
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(out, ignore_errors=True)  # whoever began has failed
+                out.mkdir()
+                make(out)
+                done.touch()
+        return out
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Makes what several workers need."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "once"
+    folder.mkdir(exist_ok=True)
+    return Once(folder)
 
 
 @pytest.fixture

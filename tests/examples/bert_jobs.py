@@ -11,7 +11,7 @@ from examples.bert_dp.args import TextArgs
 from examples.bert_dp.model import prepare
 from examples.bert_dp.reviews import read_reviews, split
 from tests import warm
-from tests.conftest import Programs
+from tests.conftest import Once, Programs
 
 warm.ALSO += [
     "transformers.models.bert.modeling_bert",
@@ -41,13 +41,15 @@ def shipped() -> tuple[BertForSequenceClassification, BertTokenizer, list[list[s
     return model, tokenizer, texts, labels
 
 
-@pytest.fixture(scope="module")
-def default_run(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program without flags, but for the precision."""
-    out = tmp_path_factory.mktemp("default")
-    done = shared_programs.run(*TRAIN, *FP32, "--out", out, limit=230)  # float32 beside another test
-    (out / "stdout").write_text(done.stdout)
-    return out
+@pytest.fixture(scope="session")
+def default_run(session_programs: Programs, once: Once) -> Path:
+    """The program without flags, but for the precision. It takes a minute: three files of tests look at one run."""
+
+    def train(out: Path) -> None:
+        done = session_programs.run(*TRAIN, *FP32, "--out", out, limit=230)  # float32 beside another test
+        (out / "stdout").write_text(done.stdout)
+
+    return once.made("bert_dp", train)
 
 
 def state_of(out: Path) -> dict[str, torch.Tensor]:

@@ -2,14 +2,14 @@
 
 import subprocess
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Programs
+from tests.conftest import Once, Programs
 from tests.faults.jobs import Jobs
 from tests.faults.network import joined_by_a_cable
-from tests.make_data import draw_folder
 from tests.runs import tiny_imagenet
 
 TRAIN = ("-m", "examples.imagenet_ddp")
@@ -18,9 +18,9 @@ FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precisio
 
 
 @pytest.fixture(scope="session")
-def jobs(session_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+def jobs(session_programs: Programs, tmp_path_factory: pytest.TempPathFactory, once: Once) -> Jobs:
     """The programs' trainings; each that nobody disturbs is run once."""
-    return Jobs(session_programs, tmp_path_factory.mktemp("jobs"))
+    return Jobs(session_programs, tmp_path_factory.mktemp("jobs"), once)
 
 
 @pytest.fixture
@@ -40,10 +40,8 @@ def network() -> Generator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("drawn")
-    draw_folder(path, train=101, val=23, size=40)
-    return path
+def folder(jobs: Jobs) -> Path:
+    return jobs.drawn
 
 
 @pytest.fixture(scope="session")
@@ -52,11 +50,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(
-    session_programs: Programs, tmp_path_factory: pytest.TempPathFactory, tiny: Path, folder: Path
-) -> dict[int, Path]:
-    outs = {}
-    for nproc in (2, 3):
-        outs[nproc] = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
-        session_programs.run(*TRAIN, "--nproc", nproc, *FLAGS, "--out", outs[nproc], folder, cwd=tiny)
-    return outs
+def undisturbed(session_programs: Programs, once: Once, tiny: Path, folder: Path) -> dict[int, Path]:
+    def run(nproc: int, out: Path) -> None:
+        session_programs.run(*TRAIN, "--nproc", nproc, *FLAGS, "--out", out, folder, cwd=tiny)
+
+    return {nproc: once.made(f"undisturbed-{nproc}", partial(run, nproc)) for nproc in (2, 3)}

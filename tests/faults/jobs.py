@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import warm
-from tests.conftest import Programs
+from tests.conftest import Once, Programs
 from tests.make_data import draw_folder
 from tests.runs import SMALL_RESNET, tiny_imagenet
 
@@ -62,24 +62,27 @@ class Jobs:
 
     programs: Programs
     folder: Path
+    once: Once
 
     def __post_init__(self) -> None:
         tiny_imagenet(self.folder / "code", SMALL_RESNET)
-        draw_folder(self.folder / "drawn", train=101, val=23, size=40)
+
+    @property
+    def drawn(self) -> Path:
+        """A folder of small images."""
+        return self.once.made("jobs-drawn", lambda folder: draw_folder(folder, train=101, val=23, size=40))
 
     def __getitem__(self, name: str) -> Job:
         (module, *flags), every = TRAININGS[name]
-        flags = [self.folder / "drawn" if flag == "FOLDER" else flag for flag in flags]
+        flags = [self.drawn if flag == "FOLDER" else flag for flag in flags]
         words = ("-m", f"examples.{module}", *flags, "--precision", "fp32")
         return Job(words, every, self.folder / "code")
 
     def whole(self, name: str, nproc: int = NPROC) -> Path:
         """What a training that nobody disturbed has left."""
-        out = self.folder / "whole" / f"{name}-{nproc}"
-        if not out.exists():
-            job = self[name]
-            self.programs.run(*job.words, "--nproc", nproc, "--out", out, cwd=job.code)
-        return out
+        job = self[name]
+        run = (*job.words, "--nproc", nproc, "--out")
+        return self.once.made(f"{name}-{nproc}", lambda out: self.programs.run(*run, out, cwd=job.code))
 
     def broken(self, name: str, *changes: tuple[str, str, str]) -> Path:
         """The code with something else changed."""
