@@ -27,10 +27,17 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Mark what needs real data, and leave out what needs a GPU where there is none: pytest counts it as deselected."""
+    """Mark what needs real data, and leave out what needs a GPU where there is none: pytest counts it as deselected.
+
+    With `--dist loadgroup`, tests that look at the same run of a program stay with one worker; all others go to
+    whoever has nothing to do, so that no core is idle while the last file's tests are run.
+    """
     for item in items:
-        if "real_data" in getattr(item, "fixturenames", ()):
+        names = getattr(item, "fixturenames", ())
+        if "real_data" in names:
             item.add_marker("data")
+        if "shared_programs" in names and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     yield  # for -m and -k: what they leave out need not wait for torch
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu:
