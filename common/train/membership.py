@@ -11,6 +11,7 @@ store that no other generation uses.
 | `3/here/7` | the steps that member 7 has done, or NOTHING | member 7 |
 | `3/knock` | - | a process that wants to be a member of generation 3 |
 | `3/members` | the members of generation 3, each with its steps, as JSON | the first to propose |
+| `3/ready/7` | - | member 7, when it has read them |
 | `ended/7` | its exit code | the process that has started member 7, and sees it end |
 | `newcomers` | how many have come after the founders, who are members 0 to F - 1 | the same |
 | `3/seconds` | what the way to generation 3 has cost | its rank 0 |
@@ -25,13 +26,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.launch.console import listed
 from common.launch.errors import Lost
+from common.launch.record import LOST
 
 NOTHING = -1
 """The steps of a newcomer: it has no state yet."""
+CONNECTING = timedelta(seconds=5)
+"""The longest wait for a member that was there a moment ago; gloo waits so long several times."""
 
 
 class TooLate(Exception):  # noqa: N818 - named as what happened
@@ -80,15 +86,35 @@ class Membership:
             if self.me in self.members:
                 break
             done = NOTHING
+        self._call_the_roll()
         with communication():
             dist.init_process_group(
                 "gloo",
                 store=dist.PrefixStore(f"generation-{self.generation}", self.store),
                 rank=list(self.members).index(self.me),
                 world_size=len(self.members),
-                timeout=self.timeout,
+                timeout=min(self.timeout, CONNECTING),
             )
+            group: Any = dist.group.WORLD
+            group._get_backend(torch.device("cpu"))._set_default_timeout(self.timeout)
         return done
+
+    def _call_the_roll(self) -> None:
+        """Wait until all members are about to connect: a group that does cannot see who has ended.
+
+        Raises:
+            Lost: one of them has ended, or is silent.
+        """
+        ready, deadline = (
+            f"{self.generation}/ready",
+            time.monotonic() + self.timeout.total_seconds(),
+        )
+        self.store.set(f"{ready}/{self.me}", "")
+        while not self.store.check([f"{ready}/{member}" for member in self.members]):
+            ended = self.members.keys() - self._running(self.members)
+            if ended or time.monotonic() > deadline:
+                raise Lost(f"lost a member of {listed(list(self.members))} before they connected")
+            time.sleep(0.002)
 
     def _agree(self, done: int) -> dict[int, int]:
         """Register for this generation, and wait until its members are decided."""
@@ -166,8 +192,11 @@ class Membership:
 
 
 @contextmanager
-def communication() -> Generator[None]:
+def communication(computing: bool = False) -> Generator[None]:
     """Around calls that wait for other members, whose errors mean that one of them was lost.
+
+    Args:
+        computing: whether the body computes, too: then only the words of an error tell.
 
     Raises:
         Lost: the body met a RuntimeError, as those of the backends are.
@@ -175,6 +204,8 @@ def communication() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
+        if computing and not any(words in str(error) for words in LOST):
+            raise
         raise Lost(str(error).splitlines()[0]) from error
 
 
