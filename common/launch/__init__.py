@@ -9,6 +9,7 @@
 | `cgroup` | cores and memory that this process may use | no |
 | `parent`, `console` | end with the parent process; print to a terminal | no |
 | `spawn` | `launch`, `wait_for` | yes |
+| `members` | `keep`, `join`: processes that go on when one is lost | yes |
 | `rendezvous` | `JOB`, for `init_process_group(init_method=JOB)` | yes |
 | `record` | the decorator of a rank's main function | yes |
 | `device` | `choose_device` | yes |

@@ -48,7 +48,9 @@ class HasLaunch(Protocol):
 Args = TypeVar("Args")
 
 
-def start(cls: type[HasLaunch], target: str, preload: Sequence[str] = ()) -> NoReturn:
+def start(
+    cls: type[HasLaunch], target: str, preload: Sequence[str] = (), survive: str = ""
+) -> NoReturn:
     """Run a program: read its flags, decide the place, call `target(place, args)`, and exit.
 
     Args:
@@ -57,6 +59,7 @@ def start(cls: type[HasLaunch], target: str, preload: Sequence[str] = ()) -> NoR
             `--help`; it is imported after the flags have been checked.
         preload: modules, besides those of every program, that take long to import and that all
             spawned workers need.
+        survive: what to call instead if the flag of this name is given.
 
     Raises:
         SystemExit: as `parse`.
@@ -70,7 +73,7 @@ def start(cls: type[HasLaunch], target: str, preload: Sequence[str] = ()) -> NoR
     for signum in STOPPING:
         signal.signal(signum, _stop_at_once)
     try:
-        _run(cls, *target.split(":"), preload)
+        _run(cls, target, survive or target, preload)
         outcome["code"] = 0
     except SystemExit as stop:
         outcome["code"] = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -95,9 +98,12 @@ def _leave(outcome: dict[str, int]) -> None:
     os._exit(outcome["code"])
 
 
-def _run(cls: type[HasLaunch], module: str, name: str, preload: Sequence[str]) -> None:
+def _run(cls: type[HasLaunch], usual: str, survive: str, preload: Sequence[str]) -> None:
+    module, name = usual.split(":")
     command = f"python -m {re.sub(r'[.](train|preflight)$', '', module)}"  # what starts it
     args: Any = parse(cls, description=_docstring(module), command=command)
+    if getattr(args, "survive", False):
+        module, name = survive.split(":")
     try:
         check_copy(module)
         place = resolve(args.launch, os.environ, _cuda_devices)

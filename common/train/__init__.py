@@ -8,6 +8,7 @@
 | `stop` | `Stop`: a common last step after a signal |
 | `ddp` | `warm_up_buckets`, `check_smallest_batch`, `bare` |
 | `checks` | `check_replicas`, `check_seen_once`, `parameter_hash` |
+| `membership` | `Membership`: who takes part, when ranks are lost and join |
 | `seen` | `seen`: a rank's notes of its samples, exact counts or sums |
 | `evaluate` | `evaluate`: exact, in dataset order |
 | `precision`, `amp` | the flags about numbers (no torch), `MixedPrecision` |

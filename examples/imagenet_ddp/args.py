@@ -66,6 +66,10 @@ class Args:
     """Weights to start from: .safetensors, a checkpoint, or what torch.save has written."""
     seed: int = 0
     """Seed of parameters, order and crops."""
+    survive: Annotated[bool, MAY_CHANGE] = False
+    """A lost process does not end the training: the others go on. On CPUs, without checkpoints."""
+    replace: Annotated[bool, MAY_CHANGE] = False
+    """With --survive: start a new process for each that is lost."""
     find_unused_parameters: Annotated[bool, MAY_CHANGE] = False
     """Let DDP search for parameters that a forward did not use."""
     static_graph: Annotated[bool, MAY_CHANGE] = False
@@ -88,10 +92,38 @@ class Args:
             raise UserError(
                 "--evaluate needs weights: give --resume auto, --resume PATH or --pretrained"
             )
+        if self.replace and not self.survive:
+            raise UserError("--replace is a flag of --survive: give both")
+        if self.survive and (unknown := [flag for flag, given in self._not_survived() if given]):
+            raise UserError(
+                f"--survive cannot honour {', '.join(unknown)}: leave one or the other out"
+            )
+
+    def _not_survived(self) -> list[tuple[str, bool]]:
+        """The flags that --survive does not honour, and whether they are given."""
+        launch, recipe, watch = self.launch, self.recipe, self.watch
+        return [
+            ("--evaluate", self.evaluate),
+            ("--resume", self.resume != "no"),
+            ("--checkpoint-every", self.checkpoint_every != 500),
+            ("--keep", watch.keep != 2),
+            ("--accumulate", self.accumulate != 1),
+            ("--start-epoch", recipe.start_epoch != 0),
+            ("--pretrained", recipe.pretrained),
+            ("--skip-broken", self.images.skip_broken),
+            ("--precision fp16", self.amp.precision == "fp16"),
+            ("--compile", self.amp.compile),
+            ("--profile", watch.profile != 0),
+            ("--track", watch.track != "no"),
+            ("--limit-steps", watch.limit_steps != 0),
+            ("--device cuda", launch.device == "cuda"),
+            ("--gpu", launch.gpu is not None),
+            ("--dist-backend nccl", launch.dist_backend == "nccl"),
+        ]
 
     def check_world_size(self, world_size: int) -> None:
         """See that so many ranks can divide the batch; asked before any of them is started."""
-        if not self.evaluate:
+        if not self.evaluate and not self.survive:  # whose ranks become fewer
             passes = f"{world_size} rank(s) x {self.accumulate} backward pass(es)"
             equal_parts(self.global_batch, world_size * self.accumulate, passes)
 

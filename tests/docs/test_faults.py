@@ -20,6 +20,7 @@ ONE_PROGRAM = {
     "test_partition.py": "imagenet_ddp",
     "test_trainer.py": "bert_dp.trainer",
 }
+SURVIVORS = {"imagenet_survive": "imagenet_ddp", "manual_allreduce_survive": "manual_allreduce_sgd"}
 
 
 def functions() -> dict[str, list[tuple[Path, ast.FunctionDef]]]:
@@ -51,7 +52,7 @@ def programs_of(file: Path, test: ast.FunctionDef) -> set[str]:
         example = file.stem.removeprefix("test_")
         if example.startswith("bert_"):  # several files of tests
             return {f"bert_dp.{'trainer' if 'trainer' in test.name else 'train'}"}
-        return {example}
+        return {SURVIVORS.get(example, example)}
     if file.parent.name != "faults":
         return set()
     found = {ONE_PROGRAM[file.name]} if file.name in ONE_PROGRAM else set()
