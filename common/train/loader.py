@@ -170,11 +170,14 @@ def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
 def _end_loader_workers_at_exit() -> None:
     # Before `multiprocessing` ends a process, it asks its children with SIGTERM to end, and waits
     # for them: but they leave that signal to the rank, or have inherited its handler.
-    util.Finalize(None, _end_loader_workers, exitpriority=1)
+    util.Finalize(None, end_loader_workers, exitpriority=1)
 
 
-def _end_loader_workers() -> None:
-    """End those that still wait for work: a rank that failed does not take its loader down."""
+def end_loader_workers() -> None:
+    """End those that still wait for work: a rank that failed does not take its loader down.
+
+    A loader that is taken down itself asks its workers to end, and can wait seconds for each.
+    """
     # The handler of torch's loader would complain of killed workers.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for child in multiprocessing.active_children():

@@ -35,6 +35,7 @@ from common.launch.place import Place
 from common.launch.record import record
 from common.launch.rendezvous import JOB
 from common.launch.spawn import launch
+from common.train.loader import end_loader_workers
 from common.train.membership import NOTHING, Membership, TooLate, leave_group
 from common.train.seed import seed_numpy_and_python
 from examples.imagenet_ddp.args import Args
@@ -133,6 +134,7 @@ def train(args: Args, replica: Replica, membership: Membership, done: int) -> No
             somebody_knocks = generation.do(done)
         except Lost as lost:
             replica.undo()
+            end_loader_workers()
             generation, failures = None, failures + 1
             if failures == TRIES:
                 raise RuntimeError(f"unit {done + 1} has failed {TRIES} times: {lost}") from lost
@@ -141,4 +143,5 @@ def train(args: Args, replica: Replica, membership: Membership, done: int) -> No
         done, failures, since = done + 1, 0, time.monotonic()
         # All see the same sum, so all go to the meeting, or none.
         if somebody_knocks or done == replica.units:
+            end_loader_workers()
             generation = None

@@ -190,11 +190,11 @@ WAIT = (
 
 
 def test_a_newcomer_goes_on_alone(programs: Programs, tmp_path: Path, images: Path) -> None:
-    """It comes in the middle of epoch 2, and loses all others: it has had everything from them."""
+    """With loader workers. It comes in the middle of epoch 2, loses all others, and has had everything from them."""
     faults: tuple[Fault, ...] = (("before", 1, 1, KILL), ("forward", 0, 8, KILL), ("before", 2, 9, KILL))
     once = ("common/launch/members.py", "if replace:", "if replace and number == 1:")
     copy, out = with_faults(tmp_path / "project", faults, once, *WAIT), tmp_path / "out"
-    programs.run(*TRAIN, "--survive", "--replace", "--ema", 0.5, "--out", out, images, cwd=copy)
+    programs.run(*TRAIN, "--survive", "--replace", "--ema", 0.5, "-j", 1, "--out", out, images, cwd=copy)
     check(programs, copy, out, [(0, ALL), (1, LEFT), (5, [0, 2, 3]), (6, [2, 3]), (7, [3]), (STEPS, [3])])
 
 
