@@ -3,12 +3,17 @@
     python -m benchmarks.lost_ranks                             # six minutes; nothing else may run
     python -m benchmarks.lost_ranks --torchft /opt/torchft/bin/python --kills 10
     python -m benchmarks.lost_ranks --kills 2 --epochs 40
+    python -m benchmarks.lost_ranks --imagenet                  # two minutes
 
 `examples.manual_allreduce_sgd.survive --replace` trains, and at random moments one of its members
 gets SIGKILL; a newcomer replaces it. When a training ends before all kills are done, the next one
 begins. Two pauses belong to a kill, each from the last step before to the first step after: that in
 which the others go on without the rank, and that in which the newcomer joins. At the end, each
 training is repeated in one process by the history of its members, and must have the same bits.
+
+With --imagenet, the same is done to `examples.imagenet_ddp --survive --replace`, which trains a
+ResNet-18; its replay takes as many processes as there are ranks. Of it, the time from each kill
+until the others begin the next step is kept, too: the pause has a step in it, which takes longer.
 
 torchft (--torchft: a Python that has it) trains the same model in as many replicas, which are
 killed and started again in the same way; its lighthouse once has its defaults, and once looks for
@@ -34,14 +39,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import harness, torchft_kills
+from benchmarks import harness, imagenet_replay, torchft_kills
 from benchmarks.survive_replay import replayed
 from common.data.idx import digits
 from common.launch.errors import UserError
 from common.launch.flags import at_least
 
 SURVIVE = ("-m", "examples.manual_allreduce_sgd.survive", "--replace", "--threads", 1)
+IMAGENET = (
+    *("-m", "examples.imagenet_ddp", "--survive", "--replace", "--threads", 1, "--device", "cpu"),
+    *("--image-size", 32, "-b", 24),
+)
 BATCH, LR = 120, 0.01
+Words = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,14 @@ class Args:
     """Processes of each training."""
     epochs: int = 100
     """Epochs of 12 steps of each training of `survive`."""
+    imagenet_kills: int = 12
+    """Members of `imagenet_ddp --survive` to kill."""
+    imagenet: bool = False
+    """Measure `imagenet_ddp --survive`, and not the others."""
+    imagenet_epochs: int = 6
+    """Epochs of 20 steps of each of its trainings."""
     timeout: float = 5.0
-    """Its longest wait for a member that is silent, in seconds."""
+    """The longest wait for a member that is silent, in seconds."""
     torchft: Path | None = None
     """A Python that has torchft."""
     torchft_kills: int = 6
@@ -70,6 +86,7 @@ class Args:
     def __post_init__(self) -> None:
         at_least(1, kills=self.kills, epochs=self.epochs, torchft_kills=self.torchft_kills)
         at_least(2, ranks=self.ranks)
+        at_least(1, imagenet_kills=self.imagenet_kills, imagenet_epochs=self.imagenet_epochs)
         at_least(0, pause=self.pause)
         if self.torchft and not self.torchft.is_file():
             raise UserError(f"--torchft {self.torchft}: give the path of a Python that has torchft")
@@ -80,12 +97,15 @@ class Members:
 
     Attributes:
         killed: by number, in the order of the kills.
+        until: the seconds from each kill until others have said that they go on.
     """
 
     def __init__(self, lines: Any) -> None:
         self.processes: dict[int, int] = {}
         self.current: list[int] = []  # of the last generation
         self.killed: list[int] = []
+        self.until: list[float] = []
+        self._waiting: dict[int, float] = {}  # since when, by who is killed
         self._thread = threading.Thread(target=self._read, args=(lines,), daemon=True)
         self._thread.start()
 
@@ -95,6 +115,8 @@ class Members:
                 self.processes[int(found[1])] = int(found[2])
             elif found := re.match(r"after step \d+: members (.*)", line):
                 self.current = [int(member) for member in found[1].split(", ")]
+                for member in self._waiting.keys() - self.current:
+                    self.until.append(time.monotonic() - self._waiting.pop(member))
 
     def kill(self, chance: random.Random) -> None:
         """Kill one of them, if another is left that has a state."""
@@ -102,14 +124,17 @@ class Members:
         if len(living) > 1:
             member = chance.choice(living)
             with suppress(ProcessLookupError):
+                self._waiting[member] = time.monotonic()
                 os.kill(self.processes[member], signal.SIGKILL)
                 self.killed.append(member)
 
 
-def training(args: Args, chance: random.Random, most: int, out: Path) -> dict[str, Any]:
-    """Train once with kills; returns what result.json says, and who was killed."""
-    flags = ("--nproc", args.ranks, "--epochs", args.epochs, "--timeout", args.timeout)
-    words = [sys.executable, *map(str, (*SURVIVE, *flags, "--out", out))]
+def training(
+    args: Args, program: Words, chance: random.Random, most: int, out: Path
+) -> dict[str, Any]:
+    """Train once with kills; returns what result.json says, who was killed, and `until`."""
+    flags = ("--nproc", args.ranks, "--timeout", args.timeout, "--out", out)
+    words = [sys.executable, *map(str, (*program, *flags))]
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(words, **streams, cwd=harness.ROOT) as process:
         try:
@@ -127,8 +152,9 @@ def training(args: Args, chance: random.Random, most: int, out: Path) -> dict[st
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise RuntimeError(f"survive ended with exit code {process.returncode}")
-    return json.loads((out / "result.json").read_text()) | {"killed": members.killed}
+        raise RuntimeError(f"{program} ended with exit code {process.returncode}")
+    found = json.loads((out / "result.json").read_text())
+    return found | {"killed": members.killed, "until": members.until}
 
 
 def pauses(found: dict[str, Any]) -> tuple[list[float], list[float]]:
@@ -156,17 +182,31 @@ def figures(lost: list[float], joined: list[float]) -> dict[str, Any]:
     return found
 
 
-def by_hand(args: Args, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Kill members of `survive`, in as many trainings as it takes."""
+def killed(
+    args: Args, program: Words, kills: int, folder: Path
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Kill members of a program, in as many trainings as it takes."""
     chance, trainings = random.Random(args.seed), list[dict[str, Any]]()  # noqa: S311 - no secret
-    lost, joined = list[float](), list[float]()
-    while len(lost) < args.kills:
-        most, out = args.kills - len(lost), folder / f"survive-{len(trainings)}"
-        trainings.append(training(args, chance, most, out))
+    lost, joined, name = list[float](), list[float](), str(program[1])
+    while len(lost) < kills:
+        most, out = kills - len(lost), folder / f"{name}-{len(trainings)}"
+        trainings.append(training(args, program, chance, most, out))
         for all_of_them, these in zip((lost, joined), pauses(trainings[-1]), strict=True):
             all_of_them += these
-        print(f"survive: {len(lost)} kills, longest {max(lost, default=0):.2f} s", flush=True)
+        print(f"{name}: {len(lost)} kills, longest {max(lost, default=0):.2f} s", flush=True)
     return figures(lost, joined), trainings
+
+
+def imagenet(args: Args, folder: Path) -> dict[str, Any]:
+    """Kill members of `imagenet_ddp`, and train again without kills."""
+    program = (*IMAGENET, "--epochs", args.imagenet_epochs)
+    found, trainings = killed(args, program, args.imagenet_kills, folder)
+    until = [seconds for one in trainings for seconds in one["until"]]
+    found |= {"from the kill": [round(one, 4) for one in until]}
+    found["from the kill, median"] = round(median(until), 3)
+    found["from the kill, longest"] = round(max(until), 3)
+    other = [imagenet_replay.replayed(one) != one["parameter_hash"] for one in trainings]
+    return found | {"trainings": len(trainings), "other_parameters": sum(other)}
 
 
 def tried(measure: Callable[[], tuple[list[float], list[float], list[str]]]) -> dict[str, Any]:
@@ -183,8 +223,16 @@ def main(args: Args) -> None:
     about = harness.facts("torch")
     flags = {"ranks": args.ranks, "seed": args.seed, "pause": args.pause, "timeout": args.timeout}
     folder = Path(tempfile.mkdtemp())
+    if args.imagenet:
+        try:
+            found = {"model": "resnet18"} | imagenet(args, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        harness.save("lost_ranks_imagenet", about | flags | found, args.out)
+        return
     try:
-        ours, trainings = by_hand(args, folder)
+        by_hand = (*SURVIVE, "--epochs", args.epochs)
+        ours, trainings = killed(args, by_hand, args.kills, folder)
         ways = {"survive": ours}
         if args.torchft:
             about["versions"]["torchft"] = torchft_kills.version(args.torchft)
