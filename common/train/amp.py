@@ -53,7 +53,11 @@ class MixedPrecision:
         if device.type == "cuda":
             # By default cuDNN's convolutions, and they alone, round float32 to TF32.
             backends: Any = torch.backends  # properties that type checkers do not see
-            backends.fp32_precision = "tf32" if self.name == "tf32" else "ieee"
+            products = "tf32" if self.name == "tf32" else "ieee"
+            backends.fp32_precision = products
+            # torch 2.11 keeps the default of convolutions unless they are named.
+            backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = products
+            backends.cuda.matmul.fp32_precision = products
             backends.cudnn.benchmark = True  # tries the algorithms once per shape
         if self.deterministic:  # the CPU's kernels are repeatable anyway
             # Not with warn_only: fused attention would not be repeatable. An operation without a

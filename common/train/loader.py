@@ -3,6 +3,7 @@
 Nothing here communicates.
 """
 
+import atexit
 import functools
 import gc
 import multiprocessing
@@ -146,7 +147,12 @@ def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
     """
     _end_loader_workers_at_exit()
     try:
-        yield from batches
+        iterator = iter(batches)
+        # With pinned memory, torch's loader has registered a wait of 5 s for each worker, which it
+        # does not tell to end. What is registered later runs earlier.
+        atexit.unregister(end_loader_workers)
+        atexit.register(end_loader_workers)
+        yield from iterator
         return
     except UserError as error:
         last_line = str(error).strip().splitlines()[-1]

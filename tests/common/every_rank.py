@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ from common.train.ddp import warm_up_buckets
 from common.train.evaluate import evaluate, ordered_predictions
 from common.train.greet import greet
 from common.train.log import Log
+from common.train.membership import Membership
 from common.train.meters import Meters
 from common.train.profile import WARM_UP, Profile, meet
 from common.train.run import Run
@@ -99,6 +101,12 @@ def agreed(_: Here) -> Callable[[], Any]:
     return lambda: [stop.agreed() for _ in range(3)]  # each reads the answer to the one before
 
 
+def bring_up_to_date(_: Here) -> Callable[[], Any]:
+    membership = Membership(dist.HashStore(), dist.get_rank(), 2, timedelta(seconds=60))
+    membership.members = {0: 1, 1: 0}  # rank 0 has done a step more
+    return lambda: membership.bring_up_to_date(torch.zeros(1))
+
+
 def steps(here: Here) -> Callable[[], Any]:
     run = here.resumed()
     return lambda: list(run.steps(here.loader))
@@ -138,6 +146,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "agreed": agreed,
     "all_reduce_mean": lambda _: lambda: collectives.all_reduce_mean([torch.zeros(1)]),
     "assert_same_on_all_ranks": lambda _: lambda: collectives.assert_same_on_all_ranks(1, "a number"),
+    "bring_up_to_date": bring_up_to_date,
     "broadcast_buffers": lambda here: lambda: collectives.broadcast_buffers(here.model),
     "broadcast_object": lambda _: lambda: collectives.broadcast_object(int),
     "check": lambda _: lambda: Sums(0).check(True),

@@ -117,3 +117,31 @@ def test_survivors_and_their_parent_say_once_that_they_stop(
     programs.finish(process, 130)
     assert log.read_text().count("stopped by SIGINT") == 1, log.read_text()
     assert programs.gone(within=2)
+
+
+PINNED = """
+import atexit
+from torch.utils.data import DataLoader
+from common.train.loader import start_worker, unwrapped
+
+def wait(worker):
+    worker.join(timeout=5)
+    print(worker.exitcode)
+
+class Pinned(DataLoader):
+    def _get_iterator(self):
+        made = super()._get_iterator()
+        for worker in made._workers:
+            atexit.register(wait, worker)
+        return made
+
+loaders = [Pinned(range(8), num_workers=2, persistent_workers=True, worker_init_fn=start_worker) for _ in "ab"]
+for loader in loaders:
+    for epoch in range(2):
+        assert len(list(unwrapped(loader))) == 8
+"""
+
+
+def test_loader_workers_have_ended_when_torch_waits_for_them(programs: Programs) -> None:
+    """With pinned memory, torch registers what this loader does: 5 s for each worker, which nobody has told to end."""
+    assert programs.run("-c", PINNED).stdout.split() == ["-9"] * 4

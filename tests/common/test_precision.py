@@ -49,6 +49,8 @@ def test_float32_is_rounded_to_tf32_only_if_asked_for(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    # The default of torch 2.11, which its general switch does not reach: seen on a GPU.
+    BACKENDS.cudnn.conv.fp32_precision = BACKENDS.cudnn.rnn.fp32_precision = "tf32"
     amp = MixedPrecision(Precision(flag), CUDA)
     assert amp.name == amp.settings["precision"] == name
     assert BACKENDS.cudnn.conv.fp32_precision == BACKENDS.cuda.matmul.fp32_precision == products

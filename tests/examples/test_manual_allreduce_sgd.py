@@ -75,7 +75,7 @@ def test_every_algorithm_equals_a_plain_loop(
     programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]], nproc: int
 ) -> None:
     done = programs.run(*JOBS, "trainings", "--nproc", nproc, "--dataset", small, "--folder", tmp_path)
-    assert done.stderr == NO_GPU * (len(WAYS) + 1)
+    assert done.stderr == NO_GPU * (len(WAYS) + 2)
     model, expected = reference
     data = idx_folder(small)
     images, labels, _ = data.collate(data.test.__getitems__(list(range(101))))
