@@ -14,8 +14,8 @@ from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
+from common.images import decode
 from common.images.cache import pixel_cache
-from common.images.decode import DECODER
 from common.images.folder import ImageFolder
 from common.images.loader import MEAN, STD, Batches
 from common.launch.errors import UserError
@@ -79,7 +79,7 @@ def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
 def probe() -> dict[str, Any]:
     """What our program would choose here."""
     cpu = MixedPrecision(Precision(), torch.device("cpu")).name
-    return {"cpu_precision": cpu, "cuda": torch.cuda.is_available(), "decoder": DECODER}
+    return {"cpu_precision": cpu, "cuda": torch.cuda.is_available(), "decoder": decode.DECODER}
 
 
 def build_cache(train: Path, cache: Path) -> dict[str, float]:
@@ -94,21 +94,24 @@ def build_cache(train: Path, cache: Path) -> dict[str, float]:
     return {"seconds": wall, "cpu_seconds": cpu, **times}
 
 
-def open_dataset(train: Path, ours: bool, cache: Path | None) -> Any:
+def open_dataset(train: Path, ours: bool, cache: Path | None, decoder: str) -> Any:
     """Our dataset, with a complete pixel cache if there is one, or that of imagenet/main.py."""
+    decode.DECODER = decoder
     if not ours:
         steps: list[Any] = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()]
         steps += [transforms.ToTensor(), transforms.Normalize(MEAN, STD)]
         return datasets.ImageFolder(str(train), transforms.Compose(steps))
     dataset = ImageFolder(train, 224, training=True)
     if cache:
-        names, decode = dataset.names, dataset.pixels
-        dataset.cache, decoded = pixel_cache(cache, dataset.root, names, decode, threads=1)
+        names, pixels = dataset.names, dataset.pixels
+        dataset.cache, decoded = pixel_cache(cache, dataset.root, names, pixels, threads=1)
         assert decoded == 0
     return dataset
 
 
-def measure_input(train: Path, ours: bool, normalised: bool, cache: Path | None) -> dict[str, Any]:
+def measure_input(
+    train: Path, ours: bool, normalised: bool, cache: Path | None, decoder: str
+) -> dict[str, Any]:
     """Load all images `PASSES` times, on one thread.
 
     Args:
@@ -117,9 +120,10 @@ def measure_input(train: Path, ours: bool, normalised: bool, cache: Path | None)
         normalised: with our normalisation per batch, as training on the CPU does it; the peer's is
             in its transforms.
         cache: read from our pixel cache there, which must be complete.
+        decoder: what decodes our JPEGs: `nvimgcodec` or `simplejpeg`.
     """
     torch.set_num_threads(1)
-    dataset = open_dataset(train, ours, cache)
+    dataset = open_dataset(train, ours, cache, decoder)
     amp = MixedPrecision(Precision(precision="fp32", channels_last="yes"), torch.device("cpu"))
     seen, cpu, wall = 0, 0.0, 0.0
     for number in range(PASSES + 1):
@@ -151,7 +155,9 @@ def measure_input(train: Path, ours: bool, normalised: bool, cache: Path | None)
     }
 
 
-def measure_workers(train: Path, ours: bool, cache: Path | None, workers: int) -> dict[str, Any]:
+def measure_workers(
+    train: Path, ours: bool, cache: Path | None, decoder: str, workers: int
+) -> dict[str, Any]:
     """Load all images `PASSES` times by loader processes, all cores in use.
 
     The clock starts after a first pass, and stops before the end: what the workers have prepared in
@@ -161,9 +167,10 @@ def measure_workers(train: Path, ours: bool, cache: Path | None, workers: int) -
         train: the folder of classes.
         ours: our dataset, in bytes; otherwise the peer's.
         cache: as in `measure_input`.
+        decoder: as in `measure_input`.
         workers: loader processes.
     """
-    dataset = open_dataset(train, ours, cache)
+    dataset = open_dataset(train, ours, cache, decoder)
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))
     once: Any = [part.tolist() for part in order[: len(order) // BATCH * BATCH].split(BATCH)]
     keys = once * (1 + PASSES + -(-2 * workers // len(once)))  # a worker prepares two in advance

@@ -159,12 +159,14 @@ def input_part(args: Args, folder: Path) -> Found:
     train, cache = link(folder / "train", chosen), folder / "cache"
     built = in_new_process(imagenet_input.build_cache, train, cache)
     peers = "torchvision ImageFolder and the transforms of main.py, default_collate"
-    variants: dict[str, tuple[str, bool, bool, Path | None]] = {
-        PEER: (peers, False, False, None),
-        "ours, uint8": ("ImageFolder", True, False, None),
-        "ours, normalised": ("ImageFolder, Batches", True, True, None),
-        "ours, cache, uint8": ("ImageFolder with PixelCache", True, False, cache),
-        "ours, cache, normalised": ("ImageFolder with PixelCache, Batches", True, True, cache),
+    linux, macos, cached = "nvimgcodec", "simplejpeg", "ImageFolder with PixelCache"
+    variants: dict[str, tuple[str, bool, bool, Path | None, str]] = {
+        PEER: (peers, False, False, None, linux),
+        "ours, uint8": ("ImageFolder", True, False, None, linux),
+        "ours, uint8, as on macOS": ("ImageFolder", True, False, None, macos),
+        "ours, normalised": ("ImageFolder, Batches", True, True, None, linux),
+        "ours, cache, uint8": (cached, True, False, cache, linux),
+        "ours, cache, normalised": (f"{cached}, Batches", True, True, cache, linux),
     }
     measure = partial(in_new_process, imagenet_input.measure_input, train)
     programs = {name: (what, partial(measure, *how)) for name, (what, *how) in variants.items()}
@@ -173,8 +175,8 @@ def input_part(args: Args, folder: Path) -> Found:
     loading = partial(in_new_process, imagenet_input.measure_workers, train)
     for workers in WORKERS:
         ways = {
-            name: (what, partial(loading, ours, store, workers))
-            for name, (what, ours, normalised, store) in variants.items()
+            name: (what, partial(loading, ours, store, decoder, workers))
+            for name, (what, ours, normalised, store, decoder) in variants.items()
             if not normalised
         }
         by_workers[str(workers)] = summarise(ways, args.rounds)

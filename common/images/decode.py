@@ -1,7 +1,7 @@
 """Files to pixels. Of a JPEG only the wanted region is decoded, which is most of the speed.
 
 nvimgcodec decodes a region without computing the rest of the image. It has no wheel for macOS:
-there, Pillow decodes the whole image. Either way, the pixels of a region are those that Pillow
+there, simplejpeg decodes the whole image. Either way, the pixels of a region are those that Pillow
 gives the whole image.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 FOUND = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec")
-DECODER = "nvimgcodec" if FOUND else "Pillow"
+DECODER: str = "nvimgcodec" if FOUND else "simplejpeg"
 
 Box = tuple[int, int, int, int]
 """Top, left, height, width."""
@@ -61,13 +61,10 @@ def decode(content: bytes, box: Box) -> Pixels:
     top, left, rows, columns = box
     header = _jpeg_header(content)
     # CMYK (4 components): libraries differ in how they convert it, and Pillow is the reference.
-    if header is None or header[2] == 4 or DECODER == "Pillow":
-        with _opened(content) as image:
-            try:
-                whole = _eight_bits(image)
-            except (OSError, SyntaxError, ValueError) as error:
-                raise BrokenImageError(str(error)) from None
-        return whole[top : top + rows, left : left + columns]
+    if header is None or header[2] == 4:
+        return _by_pillow(content)[top : top + rows, left : left + columns]
+    if DECODER == "simplejpeg":
+        return _by_simplejpeg(content)[top : top + rows, left : left + columns]
     library, decoder, parameters = _decoders.get()
     # The first column alone would get colours that do not depend on the next column's.
     right = max(left + columns, min(2, header[1]))
@@ -77,6 +74,22 @@ def decode(content: bytes, box: Box) -> Pixels:
     if decoded is None:
         raise BrokenImageError("its JPEG data are damaged")
     return np.asarray(decoded)[:, :columns]
+
+
+def _by_simplejpeg(content: bytes) -> Pixels:
+    simplejpeg: Any = importlib.import_module("simplejpeg")
+    try:
+        return simplejpeg.decode_jpeg(content, colorspace="RGB")
+    except ValueError:  # damaged, in a way that may leave pixels: Pillow is the reference
+        return _by_pillow(content)
+
+
+def _by_pillow(content: bytes) -> Pixels:
+    with _opened(content) as image:
+        try:
+            return _eight_bits(image)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise BrokenImageError(str(error)) from None
 
 
 def _eight_bits(image: Image.Image) -> Pixels:

@@ -30,7 +30,7 @@ def test_what_is_in_advance_at_both_ends_does_not_count(
     """70 images are two whole batches of 32: the clock sees three passes of them, whoever loads."""
     times = iter((100.0, 104.0))
     monkeypatch.setattr(imagenet_input, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    found = imagenet_input.measure_workers(folder, ours, None, workers)
+    found = imagenet_input.measure_workers(folder, ours, None, "nvimgcodec", workers)
     assert found == {"images_per_second": 48.0, "images": 192, "wall_seconds": 4.0}
 
 

@@ -203,8 +203,8 @@ def test_another_machine_and_other_images_are_seen() -> None:
     [
         ("README.md", "7.5 s", "7.9 s"),
         ("README.zh-CN.md", "7.5", "7.9"),
-        ("docs/en/comparison.md", "3,568", "3,668"),
-        ("docs/zh/comparison.md", "3,568", "3,668"),
+        ("docs/en/comparison.md", "3,949", "3,849"),
+        ("docs/zh/comparison.md", "3,949", "3,849"),
         ("docs/en/comparison.md", "500x375", "501x375"),
         ("docs/zh/comparison.md", "500x375", "501x375"),
         ("docs/en/comparison.md", "215 ", "225 "),
