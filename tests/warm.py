@@ -157,6 +157,8 @@ def become(request: Request) -> NoReturn:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if "OMP_NUM_THREADS" in env:  # torchrun's, for its workers; OpenMP was imported with the server's
+        sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
     prctl(SET_NAME, f"{name_of(env.get(MARK, ''))}:{env.get('RANK', '')}".encode())
     if SPACE in env:
         enter(env[SPACE])
