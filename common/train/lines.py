@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 WIDTH = 79
+FAR = 10  # times the first loss
 SHORT = {"accuracy": "acc", "images": "img"}
 
 
@@ -43,3 +44,20 @@ def epoch_line(
     choices += [[*numbers[n:], *pace, *mark] for n in range(len(numbers))]  # the time goes first
     lines = ["  ".join([label, *parts]) for parts in choices]
     return next((line for line in lines if len(line) <= WIDTH), lines[-1])
+
+
+def far_above(label: str, loss: float | None, first: float | None) -> str:
+    """A warning, if an epoch's loss is far above that of the run's first step; otherwise nothing.
+
+    Args:
+        label: `epoch 3/20`.
+        loss: mean of the epoch.
+        first: of the run's first step, with weights that know nothing; below 1 it counts as 1,
+            for trained weights begin with next to nothing.
+    """
+    if loss is None or first is None or loss <= FAR * max(first, 1):
+        return ""
+    return (
+        f"{label}: the mean loss is {loss:.3g}, that of the first step was {first:.3g}: "
+        f"training diverges; lower --lr"
+    )

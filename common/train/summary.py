@@ -7,7 +7,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from common.train.curves import draw_curves
 from common.train.evaluate import Evaluation
 from common.train.files import write_atomically
 from common.train.greet import backend, program, used_arguments
-from common.train.lines import epoch_line
+from common.train.lines import epoch_line, far_above
 
 if TYPE_CHECKING:
     from common.train.run import Run
@@ -66,7 +66,15 @@ def show_epoch(
     speed, left = (epoch.get("speed"), run.meters.unit), run.meters.seconds_left
     score = best, run.state.metrics[best]
     run.print0(epoch_line(run.label, losses, score, speed, left, better))
+    if warning := far_above(run.label, losses["loss"], next(train_losses(run), None)):
+        run.warn(warning)
     return better
+
+
+def train_losses(run: "Run") -> Iterator[float]:
+    """The loss of every step of the run, also of those before a resume; rank 0 has them."""
+    points = run.meters.log.points
+    return (values["loss/train"] for _, values in points if "loss/train" in values)
 
 
 def show_evaluation(run: "Run", label: str, evaluation: Evaluation | Mapping[str, float]) -> None:
@@ -167,7 +175,7 @@ def write_result(run: "Run", facts: Mapping[str, Any]) -> None:
     memory, log = gather_objects(machine.peak_memory(run.device)), meters.log
     if not log.active:
         return
-    losses = [values["loss/train"] for _, values in log.points if "loss/train" in values]
+    losses = list(train_losses(run))
     result: dict[str, Any] = {
         "example": program(run.args),
         "argv": sys.argv,

@@ -18,7 +18,7 @@ from common.compare.page import compare
 from common.compare.runs import grouped
 from common.train.curves import draw_curves, draw_panels, limits, spread
 from common.train.greet import too_large
-from common.train.lines import duration, epoch_line
+from common.train.lines import duration, epoch_line, far_above
 from common.train.log import Log
 from common.train.state import Options
 from common.train.summary import title
@@ -62,6 +62,29 @@ def test_a_batch_larger_than_the_data_is_said() -> None:
     data = SimpleNamespace(facts={"train_samples": 1436})
     assert too_large(2000, data).startswith("batch 2,000 is larger than the training set (1,436 samples): ")
     assert (too_large(1436, data), too_large(5, object())) == ("", "")
+
+
+def test_a_loss_far_above_the_first_is_said() -> None:
+    words = "epoch 1/3: the mean loss is 2.24e+07, that of the first step was 2.5: training diverges; lower --lr"
+    assert far_above("epoch 1/3", 2.24e7, 2.5) == words
+    assert far_above("epoch 1/3", 25.1, 2.5)
+    assert not far_above("epoch 1/3", 24.9, 2.5)
+    assert not far_above("epoch 1/3", 2.0, 0.01), "trained weights begin with a small loss"
+    assert far_above("epoch 1/3", 10.1, 0.01)
+    assert not far_above("epoch 1/3", None, None), "only rank 0 has the losses; a program may log none"
+
+
+def test_an_epoch_that_diverges_is_said_by_one_rank(programs: Programs, tmp_path: Path) -> None:
+    """Its last epoch looks harmless: the loss falls with the learning rate, the accuracy is chance."""
+    done = programs.run(
+        *("-m", "examples.mnist_ddp_spawn", "--precision", "fp32", "--nproc", 2),
+        *("--lr", 3, "--epochs", 3, "--out", tmp_path),
+    )
+    warned = re.findall(r"^warning: (epoch \d/3): the mean loss is (\S+), that of the first", done.stderr, re.MULTILINE)
+    means = {f"epoch {n}/3": float(x) for n, x in re.findall(r"^epoch (\d)/3  loss (\S+)", done.stdout, re.MULTILINE)}
+    assert warned == [(label, f"{mean:.3g}") for label, mean in means.items() if mean > 25]
+    assert warned
+    assert "epoch 3/3" not in dict(warned)
 
 
 def test_one_outlier_does_not_flatten_a_curve() -> None:
