@@ -70,6 +70,15 @@ def test_the_constants_of_mnist_are_its_mean_and_deviation(real_data: Path) -> N
     assert (round(unnamed.mean, 4), round(unnamed.std, 4)) == (0.1307, 0.3081)
 
 
+def test_clothes_have_names_and_constants_of_their_own(tmp_path: Path) -> None:
+    from torchvision.datasets import FashionMNIST
+
+    write_idx(tmp_path, train=23, test=17, size=9, classes=10)
+    data = idx_folder(tmp_path, "fashion-mnist")
+    assert data.class_names == FashionMNIST.classes
+    assert (data.mean, data.std) == (0.2860, 0.3530)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_any_idx_folder(tmp_path: Path, packed: bool) -> None:
     write_idx(tmp_path, train=23, test=7, size=9, classes=3, packed=packed)

@@ -147,6 +147,16 @@ def test_limits_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states(machine.ports(here())) == ["ok"]
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("apart", "state", "found"), [(0, "ok", "within 2 s"), (2, "ok", "within 2 s"), (3, "warning", "3 s apart")]
+)
+def test_clocks_that_differ_are_named(monkeypatch: pytest.MonkeyPatch, apart: int, state: str, found: str) -> None:
+    monkeypatch.setattr(job, "gather_objects", lambda _: [1_800_000_000 + apart, 1_800_000_000])
+    (finding,) = job.clocks(here())
+    assert (finding.state, finding.found) == (state, found)
+
+
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
     monkeypatch.setenv("HOME", "/nowhere")

@@ -169,17 +169,20 @@ def test_pixels_of_unknown_range_are_refused(tmp_path: Path, dtype: type) -> Non
 
 
 def test_the_order_is_torchvisions(tmp_path: Path) -> None:
-    """Or a run of an earlier version could not be resumed."""
+    """Or a run of an earlier version could not be resumed. Links to folders are followed, as there."""
     from torchvision.datasets import ImageFolder as Reference
 
+    root = tmp_path / "root"
     for name in ("b/10.png", "b/9.png", "b/a/0.png", "b/a-b/1.png", "b/Z.PNG", "a/x.jpg", "a.b/1.png"):
-        picture(tmp_path / name)
-    reference = Reference(str(tmp_path))
-    found = find_images(tmp_path)
+        picture(root / name)
+    picture(tmp_path / "elsewhere/2.png")
+    (root / "b/linked").symlink_to(tmp_path / "elsewhere")
+    reference = Reference(str(root))
+    found = find_images(root)
     assert found.classes == reference.classes
-    assert [
-        (str(tmp_path / os.fsdecode(file)), label) for file, label in zip(found.files, found.labels, strict=True)
-    ] == (reference.samples)
+    assert [(str(root / os.fsdecode(file)), label) for file, label in zip(found.files, found.labels, strict=True)] == (
+        reference.samples
+    )
 
 
 @pytest.mark.usefixtures("alone")

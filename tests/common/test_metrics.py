@@ -1,6 +1,9 @@
 """Metrics against definitions written out, and numbers that are not defined."""
 
+import io
+import re
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from common.train import machine
+from common.train import log, machine
 from common.train.evaluate import classification_metrics, evaluate
 from common.train.log import Log
 
@@ -72,6 +75,7 @@ def test_top5_and_many_classes() -> None:
     top = torch.tensor([[7, 1, 2, 3, 4], [1, 2, 3, 4, 7], [1, 2, 3, 4, 5], [9, 8, 6, 5, 4]])
     found = classification_metrics(top, torch.tensor([7, 7, 7, 9]), 1000, torch.empty(4, 0))
     assert (found["accuracy"], found["top5"], found["auc"]) == (0.5, 0.75, None)
+    assert "top5" not in classification_metrics(top, torch.tensor([7, 7, 7, 9]), 10, torch.empty(4, 0))
 
 
 @pytest.mark.usefixtures("alone")
@@ -90,6 +94,18 @@ def test_a_fresh_run_leaves_no_results_of_an_earlier_one(tmp_path: Path, resumed
         (tmp_path / name).touch()
     Log(tmp_path, active=True).start(step=0, resumed=resumed)
     assert [path.name for path in tmp_path.glob("[rp]*")] == ["predictions.csv"] * resumed
+
+
+def test_the_line_of_progress_has_the_newest_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    shown = Log(tmp_path, active=True)
+    monkeypatch.setattr(log, "tqdm", partial(log.tqdm, file=terminal, mininterval=0, ncols=80))
+    shown.bar("epoch 1/1", total=9, done=4)
+    shown.advance(lambda: None)
+    assert "loss" not in terminal.getvalue()
+    shown.advance(lambda: 0.125)
+    assert re.search(r"epoch 1/1: .* 6/9 .*, loss 0.125\]", terminal.getvalue())
 
 
 def test_the_commit_of_an_image_is_that_from_which_it_was_built(

@@ -10,16 +10,17 @@ from examples.bert_dp.reviews import Reviews, read_reviews, split
 from tests.conftest import Programs
 
 
-def made_up(labels: Sequence[int], mark: str) -> Reviews:
+def made_up(labels: Sequence[int], mark: str, length: int = 40) -> Reviews:
     """Reviews of random characters; those with label 1 end with the mark."""
     source = random.Random(0)
-    texts = ["".join(map(chr, source.choices(range(0x4E00, 0x9000), k=40))) + mark * label for label in labels]
+    texts = ["".join(map(chr, source.choices(range(0x4E00, 0x9000), k=length))) + mark * label for label in labels]
     return Reviews("made up", texts, list(labels), list(range(len(texts))), {})
 
 
 def test_it_learns_what_can_be_learned_and_is_not_asked_what_it_has_seen() -> None:
     labels = [number % 2 for number in range(400)]
     assert accuracy(made_up(labels, "好好好"), 0) == 1.0
+    assert accuracy(made_up(labels, "好", 10), 0) > 0.9, "a character counts alone, too: no pair with it comes twice"
     random.Random(1).shuffle(labels)
     assert accuracy(made_up(labels, ""), 0) < 0.75, "of the texts that it was trained on it knows all"
 
