@@ -2,12 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
 from common.launch.console import say
 from common.memory.args import Args
-from common.memory.measure import Part, blocks, build, measure
+from common.memory.measure import Part, blocks, measure_all
 
 GIB = 2**30
 STATE = {"sgd": 1, "adamw": 2}  # the optimizer's tensors per parameter: momentum; two averages
@@ -83,9 +80,7 @@ def table(args: Args, parts: Sequence[Part], units: Sequence[int]) -> Iterator[s
 
 def main(args: Args) -> None:
     """Measure in both precisions, and print."""
-    with FakeTensorMode(), torch.device(args.device):
-        model, _, inputs = built = build(args)
-        measured = {name: measure(built, name == "bf16") for name in ("fp32", "bf16")}
+    (model, _, inputs), measured = measure_all(args)
     count = sum(parameter.numel() for parameter in model.parameters())
     shape = "x".join(map(str, inputs.shape[1:]))
     say(

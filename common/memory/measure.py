@@ -4,6 +4,7 @@ The model runs once with fake tensors, which have a shape but no content, so tha
 need no GPU: each storage that is kept for backward is counted.
 """
 
+import logging
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,11 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision import models
 
+from common.images.classifiers import classifier_options
 from common.launch.errors import UserError
 from common.memory.args import BERT, Args
+
+INITIALISERS = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
 
 Model = tuple[nn.Module, Callable[[Tensor], Tensor], Tensor]
 """A model, its forward (inputs to logits), and a batch of inputs."""
@@ -40,8 +45,9 @@ def build(args: Args) -> Model:
     if args.arch != BERT:
         if args.arch not in models.list_models(module=models):
             raise UserError(f"--arch {args.arch}: give {BERT}, or a classifier of torchvision")
-        model = models.get_model(args.arch, weights=None)
-        return model, model, torch.empty(args.batch_size, 3, args.image_size, args.image_size)
+        size = args.image_size
+        model = models.get_model(args.arch, weights=None, **classifier_options(args.arch, size))
+        return model, model, torch.empty(args.batch_size, 3, size, size)
     from transformers import BertConfig, BertForSequenceClassification  # 4 s, for bert only
 
     sizes = BertConfig(
@@ -54,6 +60,19 @@ def build(args: Args) -> Model:
     bert = BertForSequenceClassification(sizes)
     tokens = torch.zeros(args.batch_size, args.length, dtype=torch.long)
     return bert, lambda tokens: bert(input_ids=tokens).logits, tokens
+
+
+@contextmanager
+def without_values() -> Generator[None]:
+    """Modules are made without initial values, which cost seconds, and which nobody reads here."""
+    kept = {name: getattr(nn.init, name) for name in INITIALISERS}
+    try:
+        for name in kept:
+            setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+        yield
+    finally:
+        for name, initialiser in kept.items():
+            setattr(nn.init, name, initialiser)
 
 
 @contextmanager
@@ -80,12 +99,11 @@ def measure(built: Model, bf16: bool) -> list[Part]:
     """One forward and its loss; each storage that autograd keeps is counted once."""
     model, forward, inputs = built
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    counted, parts, held = set[int](), list[Part](), list[Tensor]()
+    parts, first, held = list[Part](), dict[nn.Module, Part](), list[Tensor]()
 
     def enter(module: nn.Module, _: object) -> None:
-        own = {id(p): p.nbytes for p in module.parameters(recurse=False) if id(p) not in counted}
-        counted.update(own)
-        parts.append(Part(sum(own.values())))
+        parts.append(Part(0))
+        first.setdefault(module, parts[-1])
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -105,7 +123,35 @@ def measure(built: Model, bf16: bool) -> list[Part]:
         F.cross_entropy(logits.float(), logits.new_zeros(len(logits), dtype=torch.long))
     for hook in hooks:
         hook.remove()
+    # Each once, where modules share it. Attention reads the weights of its linear layers itself,
+    # and does not call them.
+    for name, parameter in model.named_parameters():
+        path = name.rpartition(".")[0]
+        while model.get_submodule(path) not in first:
+            path = path.rpartition(".")[0]
+        first[model.get_submodule(path)].parameters += parameter.nbytes
     return parts
+
+
+def measure_all(args: Args) -> tuple[Model, dict[str, list[Part]]]:
+    """The model that the flags name, on fake tensors, and its parts in each precision.
+
+    Raises:
+        UserError: there is no such model, or images of this size are not for it.
+    """
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # tracebacks
+    try:
+        with without_values():  # on the CPU: some models compute their own sizes with tensors
+            model, forward, real = build(args)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device(args.device):
+            inputs = torch.empty_like(real, device=args.device)
+            built = model.to_empty(device=args.device), forward, inputs
+            return built, {name: measure(built, name == "bf16") for name in ("fp32", "bf16")}
+    except (ValueError, RuntimeError, AssertionError) as error:
+        reason, size = str(error).splitlines()[0], args.image_size
+        raise UserError(
+            f"-a {args.arch} cannot take images of {size}x{size} ({reason}): change --image-size"
+        ) from None
 
 
 def blocks(module: nn.Module) -> list[int]:

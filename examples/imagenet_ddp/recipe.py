@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision import models
 
+from common.images.classifiers import classifier_options
 from common.launch.collectives import local_rank0_first, print0
 from common.launch.errors import UserError
 from examples.imagenet_ddp.args import Recipe
@@ -49,7 +50,7 @@ def build_model(
         raise UserError(
             "--sync-bn: torch's SyncBatchNorm takes CUDA tensors only; leave it out on a CPU"
         )
-    options = _options(recipe, size)
+    options = classifier_options(recipe.arch, size)
     try:
         model = models.get_model(recipe.arch, weights=None, num_classes=classes, **options)
         # "meta": tensors that have shapes and no numbers
@@ -63,18 +64,6 @@ def build_model(
     if recipe.pretrained:
         _load_pretrained(model, recipe.arch, training)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if recipe.sync_bn else model
-
-
-def _options(recipe: Recipe, size: int) -> dict[str, Any]:
-    """What some families of models must be told."""
-    if recipe.arch.startswith("vit_"):
-        return {"image_size": size}
-    if recipe.arch.startswith("maxvit"):
-        return {"input_size": (size, size)}
-    if recipe.arch in ("googlenet", "inception_v3"):  # without their extra heads for training
-        # torchvision's weights need it; always, as predict and -e do not know of --pretrained
-        return {"aux_logits": False, "init_weights": True, "transform_input": True}
-    return {}
 
 
 def _load_pretrained(model: nn.Module, arch: str, training: bool) -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision import models
 
+from common.images.classifiers import classifier_options
 from common.memory.args import Args
 from common.memory.estimate import COLUMNS, STATE, largest_stage, needs
-from common.memory.measure import Part, blocks, build, measure
+from common.memory.measure import Part, blocks, build, measure_all
 from tests.conftest import ROOT, Programs
 
 RESNET = Args(arch="resnet18", batch_size=4, image_size=64, device="cpu")
@@ -26,8 +26,7 @@ OPTIMIZERS = {
 
 
 def estimated(args: Args, bf16: bool = False) -> list[Part]:
-    with FakeTensorMode(), torch.device(args.device):
-        return measure(build(args), bf16)
+    return measure_all(args)[1]["bf16" if bf16 else "fp32"]
 
 
 def parts_of(sizes: list[int]) -> list[Part]:
@@ -163,8 +162,25 @@ def test_the_table_says_what_fits(programs: Programs) -> None:
 
 
 @pytest.mark.parametrize(
+    "arch", ["convnext_tiny", "inception_v3", "maxvit_t", "regnet_y_400mf", "swin_t", "swin_v2_t", "vit_b_16"]
+)
+def test_models_whose_making_needs_values_are_measured(arch: str) -> None:
+    """Their initial values, or their sizes, are computed with tensors, which fake ones cannot do."""
+    size = 299 if arch == "inception_v3" else 224
+    parts = estimated(replace(RESNET, arch=arch, image_size=size, batch_size=1), bf16=True)
+    with torch.device("meta") if "regnet" not in arch else torch.device("cpu"):
+        reference = models.get_model(arch, **classifier_options(arch, size))
+    assert sum(part.parameters for part in parts) == sum(p.nbytes for p in reference.parameters())
+    assert sum(part.activations for part in parts) > 1e6
+
+
+@pytest.mark.parametrize(
     ("words", "line"),
     [
+        (
+            ("-a", "vit_b_16", "--image-size", 100),
+            "-a vit_b_16 cannot take images of 100x100 (Input shape indivisible by patch size!): change --image-size",
+        ),
         (("-a", "resnet51"), "--arch resnet51: give bert, or a classifier of torchvision"),
         (("-b", 0), "--batch-size 0: give at least 1"),
         (("-a", "bert", "--hidden", 100), "--hidden 100: give a multiple of 64, the width of a head"),
