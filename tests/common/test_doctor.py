@@ -136,6 +136,12 @@ def test_a_host_name_that_others_cannot_use(monkeypatch: pytest.MonkeyPatch) -> 
     assert states(machine.host_name(here(num_nodes=2))) == ["error"]
 
 
+def test_interfaces_are_shown_with_their_addresses() -> None:
+    assert machine.address_of("lo") == "127.0.0.1"
+    assert machine.address_of("none0") == ""
+    assert "lo 127.0.0.1" in next(iter(machine.interfaces(here()))).found
+
+
 def test_limits_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     assert states(machine.limits(here()))[0] == "warning"

@@ -16,6 +16,8 @@ from torch import nn
 
 from common.compare.page import compare
 from common.compare.runs import grouped
+from common.launch.who.table import columns
+from common.train import meters
 from common.train.curves import draw_curves, draw_panels, limits, spread
 from common.train.greet import too_large
 from common.train.lines import duration, epoch_line, far_above
@@ -49,6 +51,29 @@ def test_an_epoch_is_a_line_of_80_columns() -> None:
         "epoch 60/60", {"loss": 1.3862, "test": None}, ("frechet_distance", 1.595), (None, "images"), 0, False
     )
     assert gan == "epoch 60/60  loss 1.39  frechet_distance 1.595"
+
+
+def test_the_time_left_follows_from_all_evaluations_but_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which imports libraries."""
+    clock, left = [0.0], []
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    counted = meters.Meters(Log(tmp_path, active=False), "images")
+    counted.seconds["startup"] = 1.0
+    for epoch, evaluation in enumerate((90.0, 5.0, 7.0)):
+        counted.begin(f"epoch {epoch + 1}/5", steps_in_epoch=4, epochs=5, step=4 * epoch)
+        for _ in counted.training(iter(range(4))):
+            clock[0] += 2.0
+            counted.step(6)
+        clock[0] += evaluation
+        counted.evaluated()
+        left.append(counted.seconds_left)
+    assert left == [16 * 2.0, 12 * 2.0 + 3 * 5.0, 8 * 2.0 + 2 * 5.0]
+
+
+def test_columns_are_as_wide_as_their_widest_word() -> None:
+    assert columns([("rank", "node"), ("0", "a-long-name"), ("10", "b")]) == "rank  node\n0     a-long-name\n10    b"
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,11 @@ def test_a_wrong_topic_is_one_line(programs: Programs) -> None:
     assert done.stderr.startswith("error: broadcats is not a topic; there are send-recv, isend-irecv, ")
 
 
-def test_the_smallest_program(programs: Programs) -> None:
-    done = programs.run("-m", f"{EXAMPLE}.run", "--nproc", 3)
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 3: the sum of all ranks is 3" for rank in range(3)]
+@pytest.mark.parametrize(("flags", "ranks", "total"), [((), 2, 1), (("--nproc", 3), 3, 3)])
+def test_the_smallest_program(programs: Programs, flags: tuple[object, ...], ranks: int, total: int) -> None:
+    done = programs.run("-m", f"{EXAMPLE}.run", *flags)
+    expected = [f"rank {rank} of {ranks}: the sum of all ranks is {total}" for rank in range(ranks)]
+    assert sorted(done.stdout.splitlines()) == expected
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])

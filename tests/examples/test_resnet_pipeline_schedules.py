@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
+from examples.resnet_pipeline.micro_batches import draw_sweep
 from examples.resnet_pipeline.model import build
 from examples.resnet_pipeline.operations import BY_HAND, operations, simulate
 from examples.resnet_pipeline.partition import balanced
@@ -202,3 +204,10 @@ def test_a_broken_second_half_is_seen(programs: Programs, tmp_path: Path, name: 
     broken = mutated(tmp_path, SPLIT_MUTATIONS[name])
     done = programs.run(*JOB, "--nproc", 2, "--cases", "split", cwd=broken, code=1, env={"PYTHONPATH": str(ROOT)})
     assert "Tensor-likes are not close" in done.stderr
+
+
+def test_the_sweep_names_the_fastest_split_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = list[Figure]()
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    draw_sweep(tmp_path / "sweep.png", {1: 0.5, 20: 0.2, 60: 0.4}, 120, 0.3)
+    assert figures[0].axes[0].get_title("left") == "split size 20 is fastest: 1.50 times one device"
