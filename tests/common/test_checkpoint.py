@@ -272,6 +272,14 @@ def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     read(saved.folder / before[0])
 
 
+def test_a_file_is_whole_when_it_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a machine that loses power would keep the new name, and not all of the content."""
+    sizes = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    write_atomically(tmp_path / "file", b"content")
+    assert sizes[0] == len(b"content")
+
+
 SAVE_AND_BE_KILLED = """
 import hashlib, os, random, signal, sys, time
 from pathlib import Path

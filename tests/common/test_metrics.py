@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from common.train import log, machine
-from common.train.evaluate import classification_metrics, evaluate
+from common.train.evaluate import classification_metrics, evaluate, ordered_predictions
 from common.train.log import Log
 
 
@@ -86,6 +86,14 @@ def test_dropout_is_off_in_evaluation_only() -> None:
     found = evaluate(model, DataLoader(TensorDataset(images, labels, torch.arange(12)), 5), 3, nullcontext)
     assert found.loss == pytest.approx(F.cross_entropy(linear(images), labels).item(), abs=1e-5)
     assert model.training, "the next epoch would be without dropout, and without statistics of BatchNorm"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_rows_that_come_in_pieces_are_all_there(monkeypatch: pytest.MonkeyPatch, everywhere: bool) -> None:
+    monkeypatch.setitem(ordered_predictions.__globals__, "PIECE", 64)  # bytes: two rows
+    rows = torch.arange(23 * 3).reshape(23, 3)
+    assert torch.equal(ordered_predictions(rows, 23, everywhere), rows)
 
 
 @pytest.mark.parametrize("resumed", [True, False])

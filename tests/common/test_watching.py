@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
@@ -70,6 +71,23 @@ def test_the_time_left_follows_from_all_evaluations_but_the_first(
         counted.evaluated()
         left.append(counted.seconds_left)
     assert left == [16 * 2.0, 12 * 2.0 + 3 * 5.0, 8 * 2.0 + 2 * 5.0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_first_line_of_progress_counts_from_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [5.0]
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: clock[0], time=lambda: clock[0]))
+    monkeypatch.setattr(meters, "current", lambda: SimpleNamespace(started=0.0))
+    counted = meters.Meters(Log(tmp_path, active=True), "images")
+    counted.begin("epoch 1/1", steps_in_epoch=4, epochs=1, step=0)
+    for _ in counted.training(iter(range(4))):
+        clock[0] += 2.0
+        counted.loss(torch.tensor(0.5))
+        counted.step(6)
+    counted.progress("epoch 1/1, step 4/4", 4)
+    assert capsys.readouterr().out == "epoch 1/1, step 4/4: loss 0.5000, 3.0 images/s, waited 0% for input\n"
 
 
 def test_columns_are_as_wide_as_their_widest_word() -> None:
