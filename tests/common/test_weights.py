@@ -76,6 +76,7 @@ class Harmful:
         (net(width=5), r"is of another model: 0.bias is \[5\] there and \[4\] here \(and 6 more such tensors\)"),
         (resnet34(), r"is of another model: no 0.bias in the file \(and \d+ more such tensors\)"),
         (nn.Sequential(*net(), nn.Linear(3, 3)), r"is of another model: no 4.bias in this model \(and 1 more"),
+        (nn.Sequential(*net(), nn.Linear(3, 3, bias=False)), r"is of another model: no 4.weight in this model$"),
     ],
 )
 def test_other_files_are_refused_in_one_line(

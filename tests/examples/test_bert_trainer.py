@@ -11,11 +11,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from sklearn.metrics import precision_recall_fscore_support, roc_auc_score
 
 from common.train.checks import parameter_hash
 from examples.bert_dp.model import load
 from examples.bert_dp.reviews import SHIPPED
+from examples.bert_dp.trainer_parts import evaluation
 from tests.conftest import Programs
 from tests.examples.bert_jobs import BRIEF, FP32, GOOD, PREDICT, ROBUST, TORCHRUN, largest_difference
 from tests.runs import NO_GPU, Eventually, losses, mutated, predictions, result
@@ -116,6 +119,23 @@ def test_the_trainer_with_two_ranks_equals_one(robust: dict[int, Path]) -> None:
     weights = [load_file(robust[nproc] / "model/model.safetensors") for nproc in (1, 2)]
     for name, value in weights[0].items():
         torch.testing.assert_close(weights[1][name], value, rtol=1e-3, atol=2e-4)
+
+
+def test_the_trainers_metrics_are_those_of_two_classes() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(40, 2), torch.arange(40) % 2
+    found = evaluation(logits, targets)
+    precision, recall, f1, _ = precision_recall_fscore_support(targets, logits.argmax(1), average="macro")
+    expected = {
+        "accuracy": (logits.argmax(1) == targets).double().mean().item(),
+        "precision": precision,
+        "recall": recall,
+    }
+    expected |= {"f1": f1, "auc": roc_auc_score(targets, logits.softmax(1)[:, 1])}
+    assert found.metrics == pytest.approx(expected, abs=1e-6)
+    alone = evaluation(torch.tensor([[1.0, 0.0]] * 4), torch.zeros(4, dtype=torch.long)).metrics
+    assert alone["recall"] == 0.5, "the class that is not there counts as 0"
+    assert found.loss == pytest.approx(F.cross_entropy(logits, targets).item(), abs=1e-6)
 
 
 def test_both_trainers_are_recorded(brief: dict[int, Path], robust: dict[int, Path]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import time
 from itertools import accumulate, combinations, product
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from common.train.amp import MixedPrecision
+from common.train.precision import Precision
+from examples.resnet_pipeline.costs import measure
 from examples.resnet_pipeline.micro_batches import draw_sweep
 from examples.resnet_pipeline.model import build
 from examples.resnet_pipeline.operations import BY_HAND, operations, simulate
@@ -211,3 +215,11 @@ def test_the_sweep_names_the_fastest_split_size(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
     draw_sweep(tmp_path / "sweep.png", {1: 0.5, 20: 0.2, 60: 0.4}, 120, 0.3)
     assert figures[0].axes[0].get_title("left") == "split size 20 is fastest: 1.50 times one device"
+
+
+def test_blocks_cost_what_passes_while_they_are_measured() -> None:
+    amp = MixedPrecision(Precision(precision="fp32"), torch.device("cpu"))
+    began = time.perf_counter()
+    costs = measure(build("resnet18", 10, "group"), torch.randn(2, 3, 32, 32), amp, repeats=1)
+    assert all(second > 0 for cost in costs for second in cost.seconds)
+    assert sum(sum(cost.seconds) for cost in costs) < time.perf_counter() - began
