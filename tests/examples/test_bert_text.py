@@ -14,6 +14,7 @@ import torch
 from transformers.models.bert.tokenization_bert import BertTokenizer
 
 from common.launch.errors import UserError
+from examples.bert_dp.args import TextArgs
 from examples.bert_dp.reviews import read_reviews, split
 from examples.bert_dp.tokens import (
     SPECIAL,
@@ -52,6 +53,15 @@ def test_batches_of_like_lengths() -> None:
     groups = [{frozenset(batch.tolist()) for batch in order[: 62 * 16].view(62, 16)} for order in orders]
     assert not groups[0] & groups[1], "other texts meet in another epoch"
     assert len(LengthSampler(lengths[:5], 16, 0, 0, 3).order()) == 5
+
+
+def test_letters_and_digits_alone_can_continue_a_word() -> None:
+    assert vocabulary(["好好a", "好a。"]) == [*SPECIAL, "好", "a", "。", "##a"]
+
+
+def test_the_learning_rate_rises_and_falls_in_straight_lines() -> None:
+    args = TextArgs(warmup=0.2)
+    assert [args.factor(step, 10) for step in range(10)] == [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
 
 
 def test_tokenised_once_is_what_the_tokenizer_says() -> None:
