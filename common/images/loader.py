@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from common.data.samplers import GlobalBatchSampler, Shard
 from common.launch import place
+from common.launch.errors import UserError
 from common.train.amp import MixedPrecision
 from common.train.loader import default_workers, start_worker, unwrapped
 from common.train.run import Run
@@ -152,6 +153,11 @@ def warn_of_broken(run: Run, *loaders: Batches) -> int:
 def _loader(
     dataset: Any, amp: MixedPrecision, workers: int | None, timeout: float | None, **order: Any
 ) -> "DataLoader[Any]":
+    if not hasattr(dataset, "__getitems__"):
+        raise UserError(
+            f"{type(dataset).__name__}: give it __getitems__(keys), which returns a Batch "
+            f"(common/images/folder.py); keys are pairs (epoch, index) in training, else indices"
+        )
     workers = default_workers(amp.device) if workers is None else workers
     patience = place.current().flags.timeout if timeout is None else timeout
     return DataLoader(

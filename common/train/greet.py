@@ -68,7 +68,7 @@ def begin(run: "Run", resumed: bool) -> None:
     """Begin the curves and the tracker, or go on with the curves of the run that is resumed."""
     log = run.meters.log
     if resumed and getattr(run.args, "init", None):
-        run.warn(f"--init {run.args.init}: not used, since the run goes on from a checkpoint")
+        run.warn(f"--init {run.args.init}: not used, because the run continues from a checkpoint")
     run.meters.last_step = run.args.watch.limit_steps or sys.maxsize
     log.start(run.state.step, resumed)
     if log.active:

@@ -41,7 +41,8 @@ def main(place: Place, args: Args) -> None:
     if place.launched:
         main_worker(place.local_rank, place, args)
         return
-    # mp.spawn would import torch anew in each process; these are forked from one that has.
+    # mp.spawn would import torch anew in each process; these are forked from one in which
+    # `start` (common/launch/args.py) has had it imported.
     context = mp.start_processes(
         main_worker, (place, args), place.local_world_size, join=False, start_method="forkserver"
     )

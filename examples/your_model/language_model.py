@@ -155,7 +155,9 @@ def train(args: Args, device: torch.device) -> None:
             num_workers=args.workers,
             pin_memory=cuda,
         )
-        test_loader = DataLoader(data.test, 1000, sampler=Shard(len(data.test)))
+        test_loader = DataLoader(
+            data.test, 1000, sampler=Shard(len(data.test)), num_workers=args.workers
+        )
         model = DDP(
             run.prepare(build_model(data)),
             device_ids=[device] if cuda else None,

@@ -105,7 +105,9 @@ def train(args: Args, device: torch.device) -> None:
             num_workers=args.workers,
             pin_memory=cuda,
         )
-        test_loader = DataLoader(data.test, 1000, sampler=Shard(len(data.test)))
+        test_loader = DataLoader(
+            data.test, 1000, sampler=Shard(len(data.test)), num_workers=args.workers
+        )
         model = DDP(
             run.prepare(build_model(data)),
             device_ids=[device] if cuda else None,
@@ -140,7 +142,7 @@ def train(args: Args, device: torch.device) -> None:
                 scheduler.step()
                 run.log(loss)
             # 4. YOUR METRIC: of the whole test set, the same on all ranks.
-            run.end_epoch(evaluate(model, test_loader, 2, run.autocast))
+            run.end_epoch(evaluate(model, test_loader, len(data.class_names), run.autocast))
 
         run.finish()
 

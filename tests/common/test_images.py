@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from scipy.stats import ks_2samp
 from torch import Tensor
+from torch.utils.data import TensorDataset
 from torchvision import transforms
 from torchvision.transforms import functional as F
 
@@ -317,6 +318,11 @@ def test_synthetic_images_differ_by_class() -> None:
     within = (means[0, 0] - means[1, 0]).abs().mean()
     assert between > within
     assert data.train.labels.tolist() == batch.labels.tolist()
+
+
+def test_a_dataset_without_batches_is_refused_before_the_first_step() -> None:
+    with pytest.raises(UserError, match=r"^TensorDataset: give it __getitems__\(keys\), which returns a Batch "):
+        train_loader(TensorDataset(torch.zeros(8, 3)), 4, AMP, 0, 0, 0, 1)
 
 
 def test_labels_only_are_those_of_the_images_in_their_order(drawn: Path) -> None:

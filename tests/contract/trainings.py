@@ -25,6 +25,7 @@ EXAMPLES: dict[str, tuple[object, ...]] = {
     "gan_ddp": ("--epochs", 2, "-b", 36),
     "your_model": ("--epochs", 8),
 }
+CLASSIFIES_NOTHING = {"gan_ddp"}  # and so writes no predictions.csv
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 

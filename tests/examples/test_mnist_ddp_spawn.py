@@ -442,7 +442,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     best = tmp_path / "best.safetensors"
     done = programs.run(*flags, "--resume", "auto", "--init", best)
     assert f"warning: checkpoint {newest} is damaged" in done.stderr
-    assert f"warning: --init {best}: not used, since the run goes on from a checkpoint\n" in done.stderr
+    assert f"warning: --init {best}: not used, because the run continues from a checkpoint\n" in done.stderr
     assert "at step 228" in done.stdout
     assert result(tmp_path)["parameter_hash"] == undisturbed[2]["parameter_hash"]
     assert [path.name for path in newest.parent.glob("*.aside")] == [f"{newest.name}.aside"], "kept, but out of the way"
