@@ -93,11 +93,11 @@ MISTAKES = {
         "from 0 to 425",
     ),
     "a metric of this rank's shard": (
-        ("evaluate(model, test_loader, 2, run.autocast)", '{"accuracy": dist.get_rank() / 2}'),
+        ("evaluate(model, test_loader, len(data.class_names), run.autocast)", '{"accuracy": dist.get_rank() / 2}'),
         "the ranks disagree on the metrics",
     ),
     "a metric that is not there": (
-        ("evaluate(model, test_loader, 2, run.autocast)", '{"rmse": 1.0}'),
+        ("evaluate(model, test_loader, len(data.class_names), run.autocast)", '{"rmse": 1.0}'),
         "end_epoch(best='accuracy'): the metrics are rmse",
     ),
 }

@@ -89,6 +89,10 @@ def load_images(*_: Any) -> Any:
     return SimpleNamespace(train=train, val=val, classes=range(10), size=kept["train"][0].shape[-1])
 
 
+def classifier_options(*_: Any) -> dict[str, Any]:
+    return {}  # a ResNet needs none
+
+
 def train_loader(samples: Samples, batch_size: int, _: Any, seed: int, *__: Any, **shard: Any) -> Images:
     from samplers import GlobalBatchSampler  # ty: ignore[import-not-found] - a copy of common/data/samplers.py
 
