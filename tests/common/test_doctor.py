@@ -152,6 +152,13 @@ def test_limits_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
         assert states(machine.ports(here())) == ["ok", "warning"]
     assert states(machine.ports(here())) == ["ok"]
 
+    def forbidden(*_: object) -> socket.socket:
+        raise PermissionError("as planned")
+
+    monkeypatch.setattr(socket, "create_server", forbidden)
+    with pytest.raises(PermissionError, match="as planned"):  # which `preflight` reports
+        states(machine.ports(here()))
+
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(

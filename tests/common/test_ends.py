@@ -15,6 +15,7 @@ from common.launch import last_words, place, rendezvous
 from common.launch.flags import Launch
 from common.launch.place import Place
 from common.launch.spawn import _Watch
+from common.train.stop import STOPPING, Stop
 from tests.conftest import Programs
 from tests.runs import Eventually, mutated
 
@@ -102,6 +103,37 @@ def test_a_worker_that_has_just_ended_is_sent_no_signal() -> None:
     watch = _Watch(context)
     watch._pass_on(signal.SIGTERM, None)
     assert watch.first == signal.SIGTERM
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_signals_are_theirs_again_after_training_unless_it_was_stopped(stopped: bool) -> None:
+    """A second signal, of an impatient user, changes nothing; after training, one ends the process."""
+    before = {signum: signal.getsignal(signum) for signum in STOPPING}
+    try:
+        with Stop() as stop:
+            if stopped:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert [stop.agreed(), stop.agreed()] == [0, signal.SIGTERM if stopped else 0]
+        after = {signum: signal.getsignal(signum) for signum in STOPPING}
+        assert all((after[signum] is before[signum]) != stopped for signum in STOPPING)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize(("timeout", "wait"), [(600.0, 3.0), (2.0, 1.0)])
+def test_a_rank_that_ends_alone_waits_a_few_seconds_at_most(
+    monkeypatch: pytest.MonkeyPatch, timeout: float, wait: float
+) -> None:
+    clock = [0.0]
+    slept = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda pause: clock.__setitem__(0, clock[0] + pause))
+    monkeypatch.setattr(last_words, "time", slept)
+    monkeypatch.setattr(last_words, "_given", set())
+    monkeypatch.setattr(rendezvous, "joined", dist.HashStore())
+    monkeypatch.setattr(place, "_current", Place("spawn", 1, 0, 2, 2, 1, 1, "", 0, Launch(timeout=timeout)))
+    last_words.end_together()
+    assert wait < clock[0] < wait + 1
 
 
 def test_survivors_and_their_parent_say_once_that_they_stop(

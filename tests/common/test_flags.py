@@ -21,7 +21,7 @@ from common.launch.config import all_flags, save_config
 from common.launch.console import say
 from common.launch.early import announce, check_processes, judge, sleep_while_waiting
 from common.launch.errors import UserError
-from common.launch.flags import MAY_CHANGE, Launch, Watch, fixed_flags
+from common.launch.flags import MAY_CHANGE, Launch, Watch, equal_parts, fixed_flags
 from common.launch.place import Place
 from common.train.precision import Precision
 from common.who import Args as WhoArgs
@@ -441,6 +441,18 @@ def test_it_is_decided_before_openmp_is_there(programs: Programs, tmp_path: Path
     said = programs.run("-c", BUSY, tmp_path, cold=True).stderr
     assert "a load of 99: threads sleep while they wait" in said
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in said
+
+
+@pytest.mark.parametrize(("batch_size", "parts"), [(1, 1), (24, 1), (24, 3)])
+def test_a_batch_is_divided(batch_size: int, parts: int) -> None:
+    assert equal_parts(batch_size, parts) * parts == batch_size
+
+
+@pytest.mark.parametrize(("batch_size", "parts", "use"), [(0, 1, 1), (-3, 2, 2), (1, 2, 2), (7, 2, 8), (7, 3, 6)])
+def test_a_batch_that_cannot_be_divided_is_refused(batch_size: int, parts: int, use: int) -> None:
+    words = rf"--batch-size {batch_size} \(global\) cannot be divided by {parts} ranks; use {use}, for example"
+    with pytest.raises(UserError, match=words):
+        equal_parts(batch_size, parts)
 
 
 def test_a_wrong_place_is_reported_whoever_finds_it(programs: Programs) -> None:

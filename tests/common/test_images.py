@@ -432,6 +432,18 @@ def test_damage_of_the_cache_is_noticed(drawn: Path, tmp_path: Path) -> None:
     again.pixels(0)
     with pytest.raises(UserError, match=rf"chunk-000000.pixels is damaged \(image {CHUNK - 1}\): delete it"):
         again.pixels(CHUNK - 1)
+    first.write_bytes(first.read_bytes()[:20])  # in the middle of the header
+    last.write_bytes(b"pixels02" + last.read_bytes()[8:])  # of another version
+    assert cached(data, tmp_path)[1] == CHUNK + 2
+
+
+def test_an_image_that_is_made_up_does_not_depend_on_its_batch() -> None:
+    train = synthetic_images(32, 16, 0).train
+    keys = [(epoch, index) for epoch in (0, 1) for index in (0, 5, 7)]
+    together = train.__getitems__(keys).images
+    for key, image in zip(keys, together, strict=True):
+        assert torch.equal(train.__getitems__([key]).images[0], image), key
+    assert len({image.numpy().tobytes() for image in together}) > 3
 
 
 def test_a_cache_keeps_no_file_open(drawn: Path, tmp_path: Path) -> None:

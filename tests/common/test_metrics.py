@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from common.train import log, machine
 from common.train.evaluate import classification_metrics, evaluate, ordered_predictions
 from common.train.log import Log
+from common.train.state import TrainState
 
 
 def metrics(scores: Tensor, targets: Tensor) -> dict[str, float | None]:
@@ -94,6 +95,16 @@ def test_rows_that_come_in_pieces_are_all_there(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setitem(ordered_predictions.__globals__, "PIECE", 64)  # bytes: two rows
     rows = torch.arange(23 * 3).reshape(23, 3)
     assert torch.equal(ordered_predictions(rows, 23, everywhere), rows)
+
+
+@pytest.mark.parametrize(("smaller", "best"), [(False, [True, False, True]), (True, [True, True, False])])
+def test_the_best_is_the_largest_or_the_smallest(smaller: bool, best: list[bool]) -> None:
+    state, found = TrainState(), list[bool]()
+    for value in (0.5, 0.25, 0.75):
+        state.metrics = {"metric": value}
+        found.append(state.improved("metric", smaller))
+    assert found == best
+    assert state.best == {"metric": 0.25 if smaller else 0.75}
 
 
 @pytest.mark.parametrize("resumed", [True, False])

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from torch import nn
 
-from common.compare.page import compare
-from common.compare.runs import grouped
+from common.compare.page import compare, panels_of
+from common.compare.runs import Left, grouped
 from common.launch.who.table import columns
 from common.train import meters
 from common.train.curves import draw_curves, draw_panels, limits, spread
@@ -306,6 +306,19 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with Image.open(tmp_path / "out" / "compare.png") as picture:
         assert picture.height > 500  # two panels
     assert grouped({"peak_memory_mb": [{"host": 10}, {"host": 12}]})["results"] == {"peak_memory_mb.host": "12"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (["accuracy", "f1"], ["test accuracy"]),
+        (["frechet_distance", "f1"], ["test frechet_distance", "test f1"]),
+    ],
+)
+def test_of_several_metrics_the_accuracy_alone_is_compared(metrics: list[str], shown: list[str]) -> None:
+    line = [(1, 0.5)]
+    runs = [Left(name, {}, {f"test/{metric}": line for metric in metrics}) for name in "ab"]
+    assert panels_of(runs) == {title: {"a": line, "b": line} for title in shown}
 
 
 def test_equal_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

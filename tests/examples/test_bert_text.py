@@ -137,6 +137,7 @@ def test_an_odd_csv_is_read_cleaned_and_counted(tmp_path: Path) -> None:
     )
     found = read_reviews(written(tmp_path / "odd.csv", text))
     assert found.labels == [1] * 14 + [0] * 14 + [1, 1, 0]
+    assert found.rows == [*range(1, 30), 38, 39]
     assert found.texts[28:] == ['有逗号,还有"引号"\r\n和换行', "NA", "null"]
     assert found.counts == {
         "rows": 39,

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from torch import nn
 
 from common.train.amp import MixedPrecision
 from common.train.precision import Precision
@@ -21,6 +23,7 @@ from examples.resnet_pipeline.model import build
 from examples.resnet_pipeline.operations import BY_HAND, operations, simulate
 from examples.resnet_pipeline.partition import balanced
 from examples.resnet_pipeline.schedule import Op, Seconds, ideal_bubble, micro_batch_sizes, stage_owners
+from examples.resnet_pipeline.split_backward import backward_of_inputs, backward_of_weights, recorded
 from examples.resnet_pipeline.two_devices import ModelParallelResNet, PipelineParallelResNet
 from tests import warm
 from tests.conftest import ROOT, Programs
@@ -49,6 +52,19 @@ def test_every_engine_and_schedule_equals_the_unsplit_model(programs: Programs, 
     assert (kept["interleaved"] == kept["1f1b"]) == (stages == 1), "a second stage's are kept, too"
     assert kept["zb-h1"] == ", ".join([str(min(4, stages))] * stages), "ZB-H1 of P, until W"
     assert all(int(most) <= 2 * stages for most in kept["zbv"].split(", ")), "ZB-V of P, in two stages each"
+
+
+def test_biases_have_their_gradients_from_the_second_half() -> None:
+    """ResNet's convolutions have none."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.GELU(), nn.Conv2d(4, 6, 2), nn.Flatten(), nn.Linear(36, 5))
+    expected, images, labels = copy.deepcopy(module), torch.randn(2, 3, 9, 7), torch.tensor([1, 4])
+    with recorded(module) as calls:
+        loss = F.cross_entropy(module(images), labels)
+    backward_of_weights(backward_of_inputs(module, calls, images, loss, None))
+    F.cross_entropy(expected(images), labels).backward()
+    for found, parameter in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, parameter.grad)
 
 
 def test_replicas_of_a_pipeline_equal_the_unsplit_model(programs: Programs) -> None:

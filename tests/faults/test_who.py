@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from common.launch.who import ask, report, watcher
+from common.launch.who import ask, calls, report, watcher
 from common.launch.who.verdict import verdict
 from tests.conftest import Programs
 from tests.faults import mistakes
@@ -145,6 +145,25 @@ def rank(number: int, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
 )
 def test_what_is_wrong_follows_from_the_answers(states: list[dict[str, Any]], sentence: str) -> None:
     assert verdict(states) == sentence
+
+
+@pytest.mark.parametrize(
+    ("ran", "waited", "busy"), [(0, 0, False), (20, 0, False), (30, 0, True), (0, 30, True), (20, 20, True)]
+)
+def test_a_main_thread_that_runs_or_waits_for_a_core_is_busy(
+    monkeypatch: pytest.MonkeyPatch, ran: int, waited: int, busy: bool
+) -> None:
+    """Of 50 ms, more than half; both numbers of the kernel are in nanoseconds."""
+    said = iter(["7000000000 9000000000 1", f"{7_000_000_000 + ran * 10**6} {9_000_000_000 + waited * 10**6} 2"])
+    monkeypatch.setattr(calls, "Path", lambda _: SimpleNamespace(read_text=lambda: next(said)))
+    assert calls.busy(0.05) == busy
+
+
+def test_addresses_that_somebody_has_removed_are_no_error(tmp_path: Path) -> None:
+    listening, _ = watcher.listen(True, "", 0)
+    answers = watcher.Watcher([], "token", listening, 4.0)
+    answers.file = tmp_path / ask.FILE
+    answers.close()
 
 
 def test_without_torchs_recorder_no_call_is_guessed(programs: Programs) -> None:
