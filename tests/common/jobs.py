@@ -287,6 +287,7 @@ def sums(args: Args) -> None:
         "doubled": torch.cat([mine, mine[:1]]),
         "swapped": torch.cat([mine[1:], mine[1:2]]),
         "several": mine[3:],
+        "one too few": torch.cat([mine[2:], mine[2:3]]),
         "foreign": torch.cat([mine[1:], torch.tensor([5000])]),
     }
     for what, samples in wrong.items():

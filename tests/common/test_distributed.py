@@ -9,16 +9,20 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from common.launch import cgroup
+from common.launch import cgroup, device, place, rendezvous
 from common.launch import muster as meeting
 from common.launch.console import listed
 from common.launch.errors import NOTES, UserError
+from common.launch.flags import Launch
 from common.launch.muster import muster, not_there
+from common.launch.place import Place
+from common.launch.who import watcher
 from tests.conftest import Programs
 from tests.machine import here
 
@@ -525,6 +529,29 @@ def test_restarted_ranks_do_not_meet_the_dead(
     assert [len(set(world)) for world in worlds] == [1, 1, 1, 1], "all members agree"
     assert len({world[0][0] for world in worlds}) == 4, "each attempt has a part of its own"
     assert [world[0][1] for world in worlds] == [0, 2, 3, 2]
+
+
+def test_without_rank_0_the_others_say_so() -> None:
+    """In the time that they have, not in that of the store."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=2))
+    with pytest.raises(UserError, match=r"1 of 2 processes joined within 0\.2 s; missing: rank 0"):
+        joined(store, [member(1, 2, 0)], 0.2)
+
+
+def test_the_workers_count_the_most_restarts_of_any_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or those of a node that came later would train from the start, beside others that go on."""
+    others = [member(rank, 3, attempt)[0] | {"machine": "", "who": None} for rank, attempt in ((1, 3), (2, 0))]
+    monkeypatch.setattr(place, "_current", Place("torchrun", 1, 0, 3, 1, 0, 0, "127.0.0.1", 0, Launch()))
+    monkeypatch.setattr(rendezvous, "joined", None)
+    monkeypatch.setattr(rendezvous, "_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(rendezvous, "muster", lambda store, me, *_: (store, [me, *others]))
+    monkeypatch.setattr(device, "share_cores", lambda *_: None)
+    monkeypatch.setattr(watcher, "watch", lambda roll, token, listening, patience: listening.close())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", rendezvous.RESTARTS: "1"}.items():
+        monkeypatch.setenv(name, value)
+    next(iter(rendezvous._handler("job://", timedelta(seconds=9))))
+    assert os.environ[rendezvous.RESTARTS] == "3"
 
 
 def test_after_a_restart_rank_0_waits_for_all() -> None:

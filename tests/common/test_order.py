@@ -201,6 +201,7 @@ SAID = {
     "doubled": "of 1000 samples of the epoch, number 1 was trained on twice",
     "swapped": "of 1000 samples of the epoch, as many were lost as were trained on more than once",
     "several": "of 1000 samples of the epoch, 3 or more were lost",
+    "one too few": "of 1000 samples of the epoch, 1 or more were lost",
     "foreign": "of 1000 samples of the epoch, as many were lost as were trained on more than once",
     "resumed": "fine",
     "resumed, one lost": "of 1000 samples of the epoch, number 999 was lost",

@@ -96,6 +96,8 @@ def test_ranks_equal_a_plain_loop(
     assert result(tmp_path)["metrics"]["frechet_distance"] == pytest.approx(distance, rel=1e-3)
     found = torch.load(max((tmp_path / "checkpoints").glob("step-*.pt")), weights_only=True)["model"]
     torch.testing.assert_close(found, state, rtol=1e-3, atol=1e-4)
+    drawn = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert drawn == [f"epoch-{epoch:03}.png" for epoch in (1, 2, 3)]
 
 
 # -------------------------------------------------------------------------------------------------------- the rule
@@ -205,6 +207,8 @@ def test_the_contract(undisturbed: Result) -> None:
     generator, both = Generator(8, 32), load_file(out / "best.safetensors")
     prefix = "generator."
     assert {name.partition(".")[0] for name in both} == {"generator", "discriminator"}, "to go on from, by --init"
+    biased = {name for name in both if name.startswith(prefix) and name.endswith(".bias")}
+    assert biased == {f"generator.{layer}.bias" for layer in (0, 2, 5, 7)}, "older files have no others"
     own = {name.removeprefix(prefix): tensor for name, tensor in both.items() if name.startswith(prefix)}
     generator.load_state_dict(own)
     with torch.no_grad():

@@ -488,8 +488,8 @@ def undisturbed(shared_programs: Programs, tmp_path_factory: pytest.TempPathFact
     found = {}
     for nproc in (1, 2):
         out = tmp_path_factory.mktemp(f"undisturbed-{nproc}")
-        shared_programs.run(*LONG, *(("--nproc", 2) if nproc == 2 else ()), "--out", out)
-        found[nproc] = result(out) | {"losses": losses(out)}
+        done = shared_programs.run(*LONG, *(("--nproc", 2) if nproc == 2 else ()), "--out", out)
+        found[nproc] = result(out) | {"losses": losses(out), "printed": done.stdout}
     return found
 
 
@@ -542,6 +542,10 @@ def test_the_eight_steps_are_explained(default_run: Result) -> None:
     total = re.search(r"sum +(\d+\.\d\d)  of which the threads computed (\d+\.\d\d) ms", table[9])
     assert total
     assert abs(float(total[1]) - sum(float(row[3]) for row in rows if row)) < 0.05
+
+
+def test_nothing_is_explained_unless_it_is_asked_for(undisturbed: dict[int, Result]) -> None:
+    assert not any("step by step" in run["printed"] for run in undisturbed.values())
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
