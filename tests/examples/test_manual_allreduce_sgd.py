@@ -82,6 +82,10 @@ def test_every_algorithm_equals_a_plain_loop(
     with torch.inference_mode():
         scores = model(images).softmax(dim=1)
     metrics = classification_metrics(scores.topk(5).indices, labels, 10, scores)
+    said = re.findall(r"mean loss of (.*)", done.stdout)
+    assert len(said) == 3 * (len(WAYS) + 2)
+    for line in said:
+        assert re.fullmatch(", ".join(rf"rank {rank} \d\.\d{{4}}" for rank in range(nproc)), line), "all positive"
     for way in WAYS:
         found = result(tmp_path / way)  # it is written only if all ranks hold the same parameters
         assert (found["algorithm"], found["world_size"], found["steps"]) == (way, nproc, 27)
