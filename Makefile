@@ -16,7 +16,7 @@ help:
 	@echo "make e2e     build the images on a minimal Debian and run the examples in containers"
 	@echo "make docs    set up and build the documentation, in English and Chinese, into site"
 	@echo "make bench   set up and run every benchmark that this machine can, and make the report of them:"
-	@echo "             make bench PEER=../examples MNIST=DIR IMAGES=DIR CSV=FILE VOCAB=FILE; QUICK=1 ONLY=scaling to try it"
+	@echo "             make bench PEER=../examples MNIST=DIR CLOTHES=DIR IMAGES=DIR CSV=FILE VOCAB=FILE; QUICK=1 ONLY=scaling to try it"
 	@echo "make prove-gpu  check every example on a machine with a GPU: PART=correctness, speed or nccl; DEVICE=cpu to try it; OUT=DIR"
 	@echo "make report  the page of the benchmarks from the results that are there"
 	@echo "make setup   make .venv with everything, tests and tools included"
@@ -85,11 +85,11 @@ docs: setup
 	@$(BIN)/python -m mkdocs build --quiet --strict --config-file docs/mkdocs.zh.yml
 	@echo "open site/index.html"
 
-# PEER is a checkout of pytorch/examples, MNIST and IMAGES are folders of data, CSV and VOCAB files of reviews and of a BERT:
+# PEER is a checkout of pytorch/examples, MNIST, CLOTHES and IMAGES are folders of data, CSV and VOCAB files of reviews and of a BERT:
 # what is not given is skipped, by name in the report.
 bench: setup
 	@$(BIN)/python -m benchmarks.all $(if $(PEER),--peer "$(PEER)") $(if $(MNIST),--mnist "$(MNIST)") \
-		$(if $(IMAGES),--images "$(IMAGES)") $(if $(CSV),--csv "$(CSV)") $(if $(VOCAB),--vocab "$(VOCAB)") \
+		$(if $(CLOTHES),--clothes "$(CLOTHES)") $(if $(IMAGES),--images "$(IMAGES)") $(if $(CSV),--csv "$(CSV)") $(if $(VOCAB),--vocab "$(VOCAB)") \
 		$(if $(ONLY),--only $(ONLY)) $(if $(QUICK),--quick) $(if $(RESULTS),--out "$(RESULTS)")
 
 # Where torch and the rest are installed already and there is no network: python -m benchmarks.gpu

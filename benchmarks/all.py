@@ -36,6 +36,8 @@ class Args:
     """Checkout of https://github.com/pytorch/examples."""
     mnist: Path | None = None
     """Folder with the four idx files of MNIST (.gz), in itself or in MNIST/raw."""
+    clothes: Path | None = None
+    """Folder with the four idx files of Fashion-MNIST, likewise."""
     images: Path | None = None
     """Folder of images: train/CLASS/*.jpg."""
     csv: Path | None = None
@@ -72,7 +74,7 @@ def known() -> list[Benchmark]:
 def given(args: Args) -> dict[str, str]:
     """The places that were named and are there, absolute; a warning for those that are not."""
     found = {}
-    for name in ("peer", "mnist", "images", "csv", "vocab"):
+    for name in ("peer", "mnist", "clothes", "images", "csv", "vocab"):
         place: Path | None = getattr(args, name)
         if place is not None and place.exists():
             found[name] = str(place.resolve())

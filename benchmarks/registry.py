@@ -152,6 +152,17 @@ def gpipe_against_1f1b(found: Found) -> float:
     return found["bytes"]["GPipe"][0] / found["bytes"]["1F1B"][0]
 
 
+def lost_accuracy(found: Found, name: str) -> float:
+    """What the default recipe's median accuracy on a set is below that of the one before."""
+    before, default, *_ = found["median"][name].values()
+    return round(before - default, 4)
+
+
+def least_on_mnist(found: Found) -> float:
+    """The least accuracy of the default recipe with the learning rate of the time to 99 %."""
+    return min(found["accuracy"]["mnist"]["weight decay 5e-4, lr 0.3"])
+
+
 def sooner_to_the_end(found: Found) -> float:
     """How many times as soon as the naive recipe ours ends as many epochs."""
     naive, ours = found["accuracy"]["runs"].values()

@@ -28,7 +28,7 @@ class Args:
     more."""
     momentum: float = 0.9
     """Momentum of SGD (Nesterov's)."""
-    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 2e-3
+    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 5e-4
     """L2 penalty."""
     label_smoothing: float = 0.1
     """Share of the target that is spread over all classes."""
