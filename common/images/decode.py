@@ -19,8 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-FOUND = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec")
-DECODER: str = "nvimgcodec" if FOUND else "simplejpeg"
+
+def fastest_decoder() -> str:
+    """The fastest of the decoders that are installed; a run says at its start which it is."""
+    if importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvimgcodec"):
+        return "nvimgcodec"
+    return "simplejpeg" if importlib.util.find_spec("simplejpeg") else "Pillow"
+
+
+DECODER = fastest_decoder()
 
 Box = tuple[int, int, int, int]
 """Top, left, height, width."""
@@ -61,7 +68,7 @@ def decode(content: bytes, box: Box) -> Pixels:
     top, left, rows, columns = box
     header = _jpeg_header(content)
     # CMYK (4 components): libraries differ in how they convert it, and Pillow is the reference.
-    if header is None or header[2] == 4:
+    if header is None or header[2] == 4 or DECODER == "Pillow":
         return _by_pillow(content)[top : top + rows, left : left + columns]
     if DECODER == "simplejpeg":
         return _by_simplejpeg(content)[top : top + rows, left : left + columns]

@@ -148,6 +148,8 @@ def measure_all(args: Args) -> tuple[Model, dict[str, list[Part]]]:
             built = model.to_empty(device=args.device), forward, inputs
             return built, {name: measure(built, name == "bf16") for name in ("fp32", "bf16")}
     except (ValueError, RuntimeError, AssertionError) as error:
+        if args.arch == BERT:
+            raise
         reason, size = str(error).splitlines()[0], args.image_size
         raise UserError(
             f"-a {args.arch} cannot take images of {size}x{size} ({reason}): change --image-size"

@@ -1,5 +1,6 @@
 """Crops and pixels against torchvision's, odd and broken files, loaders, the cache of decoded pixels."""
 
+import importlib.util
 import io
 import itertools
 import os
@@ -98,13 +99,13 @@ def test_pixels_are_torchvisions(drawn: Path, tmp_path: Path, kind: str) -> None
             assert difference.abs().double().mean() < 0.2, "half a pixel apart"
 
 
-@pytest.fixture(params=["nvimgcodec", "simplejpeg"])
-def either_decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """simplejpeg decodes where nvimgcodec has no wheel."""
+@pytest.fixture(params=["nvimgcodec", "simplejpeg", "Pillow"])
+def each_decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """simplejpeg decodes where nvimgcodec has no wheel, and Pillow where neither is installed."""
     monkeypatch.setattr(decoder, "DECODER", request.param)
 
 
-@pytest.mark.usefixtures("either_decoder")
+@pytest.mark.usefixtures("each_decoder")
 @pytest.mark.parametrize("kind", ["4:4:4", "4:2:2", "4:2:0"])
 def test_any_region_of_a_jpeg_is_pillows(real_data: Path, kind: str) -> None:
     """At the borders and of any size, in images of odd and of small size, where colours between are interpolated."""
@@ -178,7 +179,7 @@ def test_a_decoded_region_is_a_part_of_the_whole(drawn: Path, monkeypatch: pytes
         np.testing.assert_array_equal(whole, other)
 
 
-@pytest.mark.usefixtures("either_decoder")
+@pytest.mark.usefixtures("each_decoder")
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # of the reference, about damaged EXIF
 def test_odd_files_load_and_broken_ones_are_named(real_data: Path) -> None:
     odd = real_data / "imagenet_odd"
@@ -209,7 +210,7 @@ def test_odd_files_load_and_broken_ones_are_named(real_data: Path) -> None:
     assert seen >= 5
 
 
-@pytest.mark.usefixtures("either_decoder")
+@pytest.mark.usefixtures("each_decoder")
 def test_every_cut_of_a_jpeg_is_noticed(drawn: Path) -> None:
     content = next((drawn / "val").rglob("*.jpg")).read_bytes()
     for length in range(0, len(content) - 1, 7):
@@ -323,6 +324,22 @@ def test_synthetic_images_differ_by_class() -> None:
 def test_a_dataset_without_batches_is_refused_before_the_first_step() -> None:
     with pytest.raises(UserError, match=r"^TensorDataset: give it __getitems__\(keys\), which returns a Batch "):
         train_loader(TensorDataset(torch.zeros(8, 3)), 4, AMP, 0, 0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        ({"nvidia", "nvidia.nvimgcodec", "simplejpeg"}, "nvimgcodec"),
+        ({"nvidia", "simplejpeg"}, "simplejpeg"),  # nvidia: torch's own libraries
+        ({"simplejpeg"}, "simplejpeg"),
+        (set(), "Pillow"),
+    ],
+)
+def test_the_fastest_decoder_that_is_installed_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, installed: set[str], chosen: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in installed)
+    assert decoder.fastest_decoder() == chosen
 
 
 def test_labels_only_are_those_of_the_images_in_their_order(drawn: Path) -> None:
