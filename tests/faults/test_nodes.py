@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Programs
-from tests.faults.jobs import PROGRAMS, Jobs
+from tests.faults.jobs import PROGRAMS, Job, Jobs
 from tests.faults.network import ip, pids
 from tests.faults.test_restarts import QUICK, same
 from tests.machine import here
@@ -27,10 +27,11 @@ OTHERS = [program for program in PROGRAMS if program != "imagenet_ddp"]
 class Nodes:
     """Starts two nodes with one process each; both write into one log."""
 
-    def __init__(self, programs: Programs, jobs: Jobs, program: str, network: tuple[str, str], out: Path) -> None:
+    def __init__(
+        self, programs: Programs, job: Job, network: tuple[str, str], out: Path, eventually: Eventually
+    ) -> None:
         self.programs, self.network, self.out, self.log = programs, network, out, out.with_suffix(".log")
-        self.job = jobs[program]
-        self.code = self.job.code
+        self.job, self.code, self.eventually = job, job.code, eventually
 
     def start(self, number: int, *words: object, timeout: int) -> "subprocess.Popen[str]":
         flags = (*self.job.every, "--timeout", timeout, "--resume", "auto", "--out", self.out)
@@ -52,20 +53,27 @@ class Nodes:
         return self.start(number, *self.job.words, *url, timeout=timeout)
 
     def kill(self, number: int) -> None:
-        """As when a machine loses its power, but for its connections, which the kernel closes."""
+        """As when a machine loses its power, but for its connections, which the kernel closes.
+
+        It closes them when the last thread has ended, so after the write to a slow disk that one may be in: to the
+        others, a process that cannot end yet is one that hangs.
+        """
         for pid in pids(self.network[number]):
             os.kill(pid, signal.SIGKILL)
+        self.eventually(lambda: not pids(self.network[number]), 60, "the end of what was killed")
 
     def said(self, words: str) -> bool:
         return words in self.log.read_text()
 
 
 @pytest.fixture
-def nodes(programs: Programs, jobs: Jobs, program: str, network: tuple[str, str], tmp_path: Path) -> Generator[Nodes]:
-    """Two nodes; what they have said is shown if the test fails."""
-    nodes = Nodes(programs, jobs, program, network, tmp_path / "out")
+def nodes(
+    programs: Programs, jobs: Jobs, program: str, network: tuple[str, str], tmp_path: Path, eventually: Eventually
+) -> Generator[Nodes]:
+    """Two nodes; what they have said is shown if the test fails, but for the stacks of C++."""
+    nodes = Nodes(programs, jobs[program], network, tmp_path / "out", eventually)
     yield nodes
-    print(nodes.log.read_text())
+    print(re.sub(r"^(frame #.*|<omitting python frames>|)\n", "", nodes.log.read_text(), flags=re.MULTILINE))
 
 
 @pytest.mark.timed
