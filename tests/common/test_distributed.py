@@ -386,13 +386,16 @@ def test_a_host_name_on_one_node(programs: Programs, free_port: int) -> None:
     assert len(ranks(programs.run(*JOBS, "place", "--nproc", 2, "--dist-url", url).stdout)) == 2
 
 
-def test_a_killed_launcher_leaves_no_worker(programs: Programs) -> None:
-    process = programs.start(*JOBS, "ignores", "--nproc", 2)
+@pytest.mark.parametrize("start", ["spawn", "torchrun"])
+def test_a_killed_launcher_leaves_no_worker(programs: Programs, start: str) -> None:
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", 2, *JOBS, "ignores")
+    process = programs.start(*(torchrun if start == "torchrun" else (*JOBS, "ignores", "--nproc", 2)))
     assert process.stdout is not None
     process.stdout.readline()
     process.kill()
-    process.communicate()
+    process.wait()  # not for the end of its output, which workers that are left would hold open
     assert programs.gone(within=5)
+    process.communicate()
 
 
 def test_checks(programs: Programs) -> None:

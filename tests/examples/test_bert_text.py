@@ -259,8 +259,9 @@ def test_an_english_corpus_is_trained_on(programs: Programs, tmp_path: Path) -> 
     tokenizer = make_tokenizer(vocabulary(data.texts), 64)
     assert tokenizer.unk_token_id not in encode(tokenizer, data.texts, data.labels, 64).ids
     flags = ("--csv", path, "--columns", "text", "sentiment", "--epochs", 1, "--hidden", 64, "--out", tmp_path / "out")
-    programs.run(*TRAIN, *flags, "-b", 8)
+    done = programs.run(*TRAIN, *flags, "-b", 8)
     assert result(tmp_path / "out")["train_samples"] == 43
+    assert "lose their ends" not in done.stderr, "no review is that long"
     found = tmp_path / "found.csv"
     programs.run(*PREDICT, "--model", tmp_path / "out/model", "--csv", path, "--column", "text", "--out", found)
     assert pd.read_csv(found)["prediction"].isin(["好评", "差评"]).sum() == 48
