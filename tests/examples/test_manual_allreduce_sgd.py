@@ -146,6 +146,7 @@ def worker(programs: Programs, out: Path, eventually: Eventually) -> int:
     return programs.worker(2)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("algorithm", ["ring", "shared-memory"])
 def test_a_silent_rank_ends_the_others(
     programs: Programs, tmp_path: Path, algorithm: str, eventually: Eventually

@@ -188,6 +188,7 @@ def test_a_newcomer_goes_on_alone(programs: Programs, tmp_path: Path, data: Imag
     check(data, out, [(0, ALL), (4, LEFT), (7, [0, 2, 3]), (20, [2, 3]), (22, [3]), (STEPS, [3])])
 
 
+@pytest.mark.timed
 def test_a_silent_rank_is_given_up_and_comes_back(
     programs: Programs, tmp_path: Path, data: ImageData, eventually: Eventually
 ) -> None:
