@@ -68,7 +68,8 @@ def predict_by_pipeline(args: PredictArgs, text: str, device: torch.device) -> N
         "text-classification", model=model.eval(), tokenizer=tokenizer, device=device
     )
     longest = model.config.max_position_embeddings
-    answer = classify(text, truncation=True, max_length=longest)[0]
+    with MixedPrecision(args.amp, device).autocast():
+        answer = classify(text, truncation=True, max_length=longest)[0]
     say(answer["label"], answer["score"], text)
 
 

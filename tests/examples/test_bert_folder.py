@@ -40,10 +40,15 @@ def test_the_saved_model_is_the_best_and_loads_plainly(programs: Programs, defau
         found = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(dim=1)
     accuracy = (found == torch.tensor(labels)).double().mean().item()
     assert round(accuracy, 6) == result(default_run)["metrics"]["best_accuracy"]
+    words, said = (*PREDICT, "--model", folder, "--text"), dict[str, set[str]]()
     for flags in ((), ("--pipeline",)):
         for text, label in ((GOOD, "好评"), (BAD, "差评")):
-            done = programs.run(*PREDICT, "--model", folder, "--text", text, *flags)
+            done = programs.run(*words, text, *flags)
             assert re.fullmatch(rf"{label} 0\.\d{{4}}  {text}\n", done.stdout), done.stdout
+            said.setdefault(text, set()).add(done.stdout)
+        said.setdefault("bf16", set()).add(programs.run(*words, GOOD, *flags, "--precision", "bf16").stdout)
+    assert {text: len(answers) for text, answers in said.items()} == {GOOD: 1, BAD: 1, "bf16": 1}
+    assert said["bf16"] != said[GOOD], "it computes in the precision that was asked for"
 
 
 def test_a_csv_is_predicted_in_its_order(programs: Programs, tmp_path: Path, default_run: Path) -> None:
