@@ -146,7 +146,10 @@ def _opened(content: bytes) -> Image.Image:
         raise BrokenImageError("it is empty")
     try:
         return Image.open(io.BytesIO(content))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+    except Image.DecompressionBombError:
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise BrokenImageError(f"it has more than {most:,} pixels: make it smaller") from None
+    except (OSError, SyntaxError, ValueError):
         raise BrokenImageError("it is not an image") from None
 
 

@@ -210,6 +210,14 @@ def test_odd_files_load_and_broken_ones_are_named(real_data: Path) -> None:
     assert seen >= 5
 
 
+def test_an_image_that_is_too_large_is_not_called_something_else() -> None:
+    """Pillow opens none of more than 179 million pixels: a small file could fill the memory."""
+    content = io.BytesIO()
+    Image.new("1", (14_000, 13_000)).save(content, "png")
+    with pytest.raises(BrokenImageError, match="it has more than 178,956,970 pixels: make it smaller"):
+        dimensions(content.getvalue())
+
+
 @pytest.mark.usefixtures("each_decoder")
 def test_every_cut_of_a_jpeg_is_noticed(drawn: Path) -> None:
     content = next((drawn / "val").rglob("*.jpg")).read_bytes()
