@@ -10,12 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
 
 from common.data.digits import load_digits, stratified_split
 from common.data.idx import digits, idx_folder, image_data, read_idx
 from common.data.samplers import GlobalBatchSampler, Shard
 from common.launch.errors import UserError
-from common.train.loader import local_batch, local_samples
+from common.launch.flags import Launch
+from common.train import loader
+from common.train.loader import default_workers, local_batch, local_samples, rest_of_epoch
+from common.train.state import TrainState
 from tests.make_data import write_idx
 
 
@@ -233,3 +237,19 @@ def test_a_batch_that_cannot_be_divided_is_named() -> None:
         local_batch(25, 3)
     with pytest.raises(UserError, match=r"by 2 ranks x 2 backward passes; use 4, for example$"):
         local_batch(1, 4, "2 ranks x 2 backward passes")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("given", "then"), [(0, Launch().timeout), (7, 7)])
+def test_a_loader_without_a_time_out_gets_that_of_the_ranks(given: int, then: float) -> None:
+    samples = TensorDataset(torch.arange(4))
+    for workers in (0, 1):
+        its = DataLoader(samples, 2, num_workers=workers, timeout=given * workers)
+        rest_of_epoch(its, 0, TrainState(), 2, (0, 1))
+        assert its.timeout == then * workers, "without workers, torch allows none"
+
+
+@pytest.mark.parametrize(("cores", "gpu", "cpu"), [(1, 1, 0), (4, 3, 0), (16, 15, 2), (128, 16, 16)])
+def test_loaders_leave_a_core_to_their_rank(monkeypatch: pytest.MonkeyPatch, cores: int, gpu: int, cpu: int) -> None:
+    monkeypatch.setattr(loader, "core_share", lambda: cores)
+    assert (default_workers(torch.device("cuda")), default_workers(torch.device("cpu"))) == (gpu, cpu)

@@ -218,6 +218,15 @@ def test_an_image_that_is_too_large_is_not_called_something_else() -> None:
         dimensions(content.getvalue())
 
 
+@pytest.mark.parametrize("place", [5, 7, 9])
+def test_a_jpeg_without_rows_columns_or_components_is_broken(drawn: Path, place: int) -> None:
+    content = bytearray(next(drawn.rglob("*.jpg")).read_bytes())
+    frame = content.index(b"\xff\xc0")
+    content[frame + place : frame + place + 2] = bytes(2)
+    with pytest.raises(BrokenImageError, match="a JPEG without pixels"):
+        dimensions(bytes(content))
+
+
 @pytest.mark.usefixtures("each_decoder")
 def test_every_cut_of_a_jpeg_is_noticed(drawn: Path) -> None:
     content = next((drawn / "val").rglob("*.jpg")).read_bytes()

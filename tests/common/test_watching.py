@@ -18,6 +18,7 @@ from torch import nn
 from common.compare.page import compare, panels_of
 from common.compare.runs import Left, grouped
 from common.launch.who.table import columns
+from common.top import live
 from common.train import meters
 from common.train.curves import draw_curves, draw_panels, limits, spread
 from common.train.greet import too_large
@@ -92,6 +93,15 @@ def test_the_first_line_of_progress_counts_from_the_first_step(
 
 def test_columns_are_as_wide_as_their_widest_word() -> None:
     assert columns([("rank", "node"), ("0", "a-long-name"), ("10", "b")]) == "rank  node\n0     a-long-name\n10    b"
+
+
+def test_speed_and_waiting_are_those_since_the_table_before() -> None:
+    """However short that is; of a rank that was not there before, they are not known."""
+    state = {"rank": 0, "node": 0, "loads": True, "memory": 2e6, "peak": 0, "loss": 0.5, "step": 9}
+    first, second = ({"now": now, "samples": samples, "waited": now / 4} for now, samples in ((1.0, 30), (1.5, 50)))
+    row = live([state | second], [state | first]).splitlines()[1].split()
+    assert row == ["0", "0", "9", "0.5000", "40.0", "25%", "2", "MB", "-", "data"]
+    assert live([state | second], [{"rank": 0}]).splitlines()[1].split()[4:6] == ["-", "-"]
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,15 @@ def test_a_flag_that_it_does_not_honour_is_refused(programs: Programs, flags: tu
     assert done.stderr == f"error: {MISTAKES[flags]}\n"
 
 
+def test_an_error_in_an_evaluation_is_no_loss(programs: Programs, tmp_path: Path, images: Path) -> None:
+    """It would come again: nothing is tried anew, and its own words are said."""
+    change = (GENERATION, "evaluation = evaluate(\n", "evaluation = torch.zeros(2).view(3) or evaluate(\n")
+    copy = mutated(tmp_path / "project", SMALL_MODEL, change)
+    done = programs.run(*TRAIN, "--survive", "--out", tmp_path / "out", images, cwd=copy, code=1)
+    assert re.search(r"error: rank \d: .*RuntimeError: shape '\[3\]' is invalid", done.stderr, re.DOTALL), done.stderr
+    assert "has failed" not in done.stderr
+
+
 def test_it_needs_processes_of_its_own(programs: Programs, tmp_path: Path) -> None:
     words = ("-m", "examples.imagenet_ddp", "--survive", "--out", tmp_path)
     assert programs.run(*words, code=2).stderr == "error: --survive needs several processes: give --nproc\n"

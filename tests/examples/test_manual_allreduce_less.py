@@ -45,7 +45,7 @@ def test_trainings_equal_others_where_they_must(programs: Programs, tmp_path: Pa
     assert sent["top-k"] == 27 * 2 * 8 * round(0.01 * length)
     assert sent["meets at every step"] == sent["ring"]
     assert sent["local-sgd"] == sent["diloco"] == 2 * 3 * sent["ring"] / 27, "at steps 8 and 9 of each epoch"
-    assert sent["powersgd"] < 0.15 * sent["ring"]
+    assert 0 < sent["powersgd"] < 0.15 * sent["ring"]
 
 
 def test_a_run_that_is_cut_off_and_resumed_is_bit_identical(programs: Programs, tmp_path: Path, small: Path) -> None:

@@ -232,6 +232,16 @@ def test_a_group_that_could_not_connect_is_not_counted() -> None:
         leave_group()
 
 
+def test_each_generation_has_the_seconds_of_its_own_way() -> None:
+    membership = Membership(dist.HashStore(), 0, 1, timedelta(seconds=1))
+    for number, seconds in ((0, 2.5), (1, None), (2, 0.5)):
+        membership.generation = number
+        membership.store.set(f"{number}/members", f'{{"0": {number}}}')
+        if seconds is not None:
+            membership.note_seconds(seconds)
+    assert [each.get("seconds") for each in membership.history()] == [2.5, None, 0.5]
+
+
 # ----------------------------------------------------------------------------------------------- what goes wrong
 
 

@@ -25,6 +25,7 @@ from common.images.sets import ImageSets
 from common.train.amp import MixedPrecision
 from common.train.checks import parameter_hash
 from common.train.precision import Precision
+from examples.resnet_pipeline import images as read
 from examples.resnet_pipeline.args import Args
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.images import loaders
@@ -171,6 +172,17 @@ def test_all_stages_of_a_replica_get_its_labels_and_the_first_one_its_pixels(pet
                 seen.append((labels.tolist(), indices.tolist()))
         assert seen[:2] == seen[2:]
         assert [len(labels) for labels, _ in seen[:2]] == [5, 3 - dp_rank]  # of 9 in 4s, the last one padded; of 5
+
+
+def test_photographs_are_cropped_anew_in_each_epoch_and_drawn_shapes_are_not(
+    pets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read, "drawn_images", lambda *_: pets)
+    monkeypatch.setattr(read, "assert_same_on_all_ranks", lambda *_: None)
+    for dataset in (pets, None):
+        train = read.image_sets(Args(dataset=dataset)).train
+        first, second = (train.__getitems__([(epoch, 0)]).images for epoch in (0, 1))
+        assert torch.equal(first, second) == (dataset is None)
 
 
 def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path, pets: Path) -> None:

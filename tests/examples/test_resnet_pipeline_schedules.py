@@ -17,11 +17,11 @@ from torch import nn
 
 from common.train.amp import MixedPrecision
 from common.train.precision import Precision
-from examples.resnet_pipeline.costs import measure
+from examples.resnet_pipeline.costs import LayerCost, measure
 from examples.resnet_pipeline.micro_batches import draw_sweep
 from examples.resnet_pipeline.model import build
 from examples.resnet_pipeline.operations import BY_HAND, operations, simulate
-from examples.resnet_pipeline.partition import balanced
+from examples.resnet_pipeline.partition import Partition, balanced, describe
 from examples.resnet_pipeline.schedule import Op, Seconds, ideal_bubble, micro_batch_sizes, stage_owners
 from examples.resnet_pipeline.split_backward import backward_of_inputs, backward_of_weights, recorded
 from examples.resnet_pipeline.two_devices import ModelParallelResNet, PipelineParallelResNet
@@ -121,6 +121,20 @@ def test_the_bubble_of_equal_stages_is_what_the_formula_says(name: str, processe
         ideal = 3 * count / (1 - ideal_bubble(name, count, processes))
         # the search for a ZB-V finds no better order for 5 processes and more
         assert span == pytest.approx(ideal, rel=0.02 if name == "zbv" and processes > 4 else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "processes", "words"),
+    [
+        ("1f1b", 2, "20.0% by (P-1)/(M+P-1) with P = 2, M = 4, 20.0% with these stages"),
+        ("zb-h1", 3, "14.3% by (P-1)/(3M+P-1) with P = 3, M = 4, 14.3% with these stages"),
+    ],
+)
+def test_the_plan_predicts_the_bubble(schedule: str, processes: int, words: str) -> None:
+    block = LayerCost("layer1.0", "layer1.0", 10, (4,), torch.float32, 2**20, Seconds(0.1, 0.1, 0.1))
+    plan = Partition((block,) * processes, tuple(range(processes)))
+    *_, last = describe(plan, schedule, processes, [2] * 4)
+    assert last == f"  predicted bubble: {words}"
 
 
 @settings(deadline=None)

@@ -111,6 +111,9 @@ def rank(number: int, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
     return state | more
 
 
+ROUND = [call("all_reduce", 1, done=True), call("all_gather", 2, done=True, line=70), call("all_reduce", 3, done=True)]
+
+
 @pytest.mark.parametrize(
     ("states", "sentence"),
     [
@@ -140,6 +143,11 @@ def rank(number: int, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
         (
             [rank(0, call("all_reduce", 3)), rank(1, call("all_reduce", 3))],
             "all ranks are in all_reduce 3 (2 MB, train.py:61): it is slow, or the network between them is",
+        ),
+        (  # of two ranks, the one is right that does what came after the same call before
+            [rank(0, *ROUND, call("broadcast", 4, line=80)), rank(1, *ROUND, call("all_gather", 4, line=70))],
+            "rank 0 is in broadcast 4 (2 MB, train.py:80), rank 1 in all_gather 4 (2 MB, train.py:70): "
+            "rank 0 makes a call that the others do not make",
         ),
     ],
 )
