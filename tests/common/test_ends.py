@@ -105,6 +105,18 @@ def test_a_worker_that_has_just_ended_is_sent_no_signal() -> None:
     assert watch.first == signal.SIGTERM
 
 
+def test_one_worker_is_asked_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would print the table of all. It is the first that has not ended."""
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(os, "kill", lambda pid, signum: asked.append((pid, signum)))
+    context: Any = SimpleNamespace(processes=[SimpleNamespace(sentinel=rank, pid=10 + rank) for rank in range(3)])
+    watch = _Watch(context)
+    watch._ask(signal.SIGUSR1, None)
+    del watch.alive[0]
+    watch._ask(signal.SIGUSR1, None)
+    assert asked == [(10, signal.SIGUSR1), (11, signal.SIGUSR1)]
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stopped", [False, True])
 def test_signals_are_theirs_again_after_training_unless_it_was_stopped(stopped: bool) -> None:
