@@ -9,6 +9,7 @@ from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.data.idx import ImageData, digits, idx_folder
 from examples.gan_ddp.networks import Discriminator, Generator
-from examples.gan_ddp.samples import frechet_distance, noise, scaled
+from examples.gan_ddp.samples import draw, frechet_distance, noise, picture, scaled, side_by_side
 from tests.conftest import Programs
 from tests.make_data import write_idx
 from tests.runs import NO_GPU, Eventually, Result, losses, mutated, newest_step, result
@@ -255,6 +256,17 @@ def test_noise_follows_from_each_of_its_seeds() -> None:
     drawn = {each: noise(3, 4, *each) for each in seeds}
     assert all(torch.equal(drawn[each], noise(3, 4, *each)) for each in seeds)
     assert len({tuple(values.flatten().tolist()) for values in drawn.values()}) == len(seeds)
+
+
+def test_rank_0_alone_puts_the_pictures_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If there are any: they may have been removed before a run was resumed."""
+    for drawn in (False, True):
+        if drawn:
+            draw(torch.zeros(10, 1, 8, 8), picture(tmp_path, 3))
+        for rank in (1, 0):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            side_by_side(tmp_path, 3)
+            assert (tmp_path / "samples.png").exists() == (drawn and rank == 0)
 
 
 def test_frechet_distance() -> None:
