@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from common.launch.errors import Lost, UserError
+from common.launch.errors import UserError
 from common.launch.messages import message_device
 from examples.resnet_pipeline.grid import Grid
 from examples.resnet_pipeline.model import PADDING, Stage
@@ -40,7 +40,6 @@ SCHEDULES: dict[str, Any] = {
     # https://github.com/deepseek-ai/DualPipe
     "dualpipev": ScheduleDualPipeV,
 }
-LOST = ("losed by peer", "reset by peer", "imed out")
 
 
 class TimedStage(PipelineStage):
@@ -195,27 +194,16 @@ class TorchPipeline:
         """Forward and backward of one batch, as `Pipeline.step`; micro-batches have one size.
 
         Every rank of the pipeline calls this.
-
-        Raises:
-            Lost: a neighbouring process ended, or was silent for longer than the timeout.
         """
         self.samples = samples
         missing = self.batch - len(labels)
         labels = F.pad(labels, (0, missing), value=PADDING)
         losses: list[Tensor] = []
         inputs = (F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing)),) if self.first else ()
-        try:
-            if self.last:
-                self.schedule.step(*inputs, target=labels, losses=losses)
-            else:
-                self.schedule.step(*inputs)
-        except RuntimeError as error:
-            if not any(words in str(error) for words in LOST):
-                raise
-            raise Lost(
-                f"a neighbour of pipeline rank {self.grid.pp_rank} ended or fell silent: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
+        if self.last:
+            self.schedule.step(*inputs, target=labels, losses=losses)
+        else:
+            self.schedule.step(*inputs)
         if not losses:
             return torch.zeros((), device=self.grid.device)
         return torch.stack([loss.detach() for loss in losses]).sum()

@@ -54,6 +54,7 @@ def trained(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory)
         "2 zbv": ("--nproc", 2, "--engine", "torch", "--schedule", "zbv"),
         "2 interleaved": ("--nproc", 2, "--schedule", "interleaved"),
         "3 hand zbv": ("--nproc", 3, "--schedule", "zbv"),
+        "other decay": ("--weight-decay", 0.5),
     }
     outs = {}
     for name, flags in ways.items():
@@ -72,8 +73,9 @@ def test_however_it_is_cut_the_result_is_the_same(trained: dict[str, Path]) -> N
         assert losses(trained[name]) == pytest.approx(losses(trained["1"]), rel=1e-6)
     # torch's engine fills micro-batches of 3, 3, 2 samples up to 3, 3, 3
     assert losses(trained["2 zbv"]) == pytest.approx(losses(trained["1"]), rel=1e-2)
-    assert [value["stages"] for value in found.values()] == [1, 3, 2, 2, 3]
+    assert [value["stages"] for value in found.values()] == [1, 3, 2, 2, 3, 1]
     assert (expected["steps"], expected["global_batch"], expected["train_samples"]) == (8, 8, 30)
+    assert found["other decay"]["parameter_hash"] != expected["parameter_hash"]
     assert found["3 gpipe"]["most_kept"] == [3, 3, 3]
     assert found["1"]["most_kept"] == [1]
     assert all(0 < found[name]["bubble"] < 1 for name in ("3 gpipe", "2 zbv", "2 interleaved"))
@@ -236,8 +238,8 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
     [
         ("hand", signal.SIGKILL, r"pipeline rank 1 of 3 \(rank 1\) ended while pipeline rank "),
         ("hand", signal.SIGSTOP, r"pipeline rank 1 of 3 \(rank 1\) was silent for TIMEOUT s while pipeline rank "),
-        ("torch", signal.SIGKILL, "a neighbour of pipeline rank [02] ended or fell silent: "),
-        ("torch", signal.SIGSTOP, "a neighbour of pipeline rank [02] ended or fell silent: "),
+        ("torch", signal.SIGKILL, r"no word from rank (0, )?1(, 2)? in step "),
+        ("torch", signal.SIGSTOP, r"no word from rank (0, )?1(, 2)? in step "),
     ],
 )
 def test_a_lost_stage_is_named_and_ends_all(
@@ -255,7 +257,7 @@ def test_a_lost_stage_is_named_and_ends_all(
     assert len(lines) == 1, done.stderr
     # by the stage that waits for it, or between the steps by whoever waits for all; who computes has not noticed yet,
     # but of a process that was killed the launcher says which one it is
-    others = "(0, )?1(, 2)?" if engine == "torch" or signum == signal.SIGKILL else "1(, 2)?"
+    others = "(0, )?1(, 2)?" if signum == signal.SIGKILL else "1(, 2)?"
     what = what.replace("TIMEOUT", str(timeout))
     assert re.search(rf"{what}|no word from rank {others} in step ", lines[0]), lines[0]
     assert ("error: the process with local rank 1 was ended by SIGKILL" in done.stderr) == (signum == signal.SIGKILL)
