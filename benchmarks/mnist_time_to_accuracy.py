@@ -35,7 +35,7 @@ from common.launch.errors import UserError
 from common.launch.flags import at_least
 
 PEER, MAIN = "pytorch/examples mnist", "mnist/main.py"
-RECIPE = "--lr 0.3 --weight-decay 2e-3"  # of the committed result; both were the recipe then
+RECIPE = "--lr 0.3"
 OURS = f"python -m examples.mnist_ddp_spawn --dataset mnist --data-dir DATA_DIR {RECIPE} --out OUT"
 FILES = [
     f"{part}-{kind}-ubyte.gz"
