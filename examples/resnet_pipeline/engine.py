@@ -194,6 +194,9 @@ class TorchPipeline:
         """Forward and backward of one batch, as `Pipeline.step`; micro-batches have one size.
 
         Every rank of the pipeline calls this.
+
+        Raises:
+            RuntimeError: a neighbour died, or was silent for longer than the timeout.
         """
         self.samples = samples
         missing = self.batch - len(labels)

@@ -1,4 +1,4 @@
-"""The place in the job, for every launcher, as a table."""
+"""A table: the place in the job under each launcher."""
 
 import os
 import sys

@@ -105,7 +105,7 @@ def test_an_image_holds_what_it_needs_and_nothing_else(containers: Containers) -
     assert inside["first"][:3] == ["python", "/app/docker/entrypoint.py", "--"]
     assert "CapEff:\t0000000000000000" in inside["status"]
     assert "NoNewPrivs:\t1" in inside["status"]
-    assert "/out" not in inside["path"], "a folder that everybody may write to is no place for modules"
+    assert "/out" not in inside["path"], "Python must not import from a folder that anyone can write to"
 
     (config,) = json.loads(engine("image", "inspect", image(name)).stdout)
     assert config["Config"]["User"] == "10001:10001"

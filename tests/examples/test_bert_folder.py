@@ -8,16 +8,22 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import pipeline
 from transformers.models.bert.modeling_bert import BertForSequenceClassification, BertModel
 from transformers.models.bert.tokenization_bert import BertTokenizer
 
 from common.launch.errors import UserError
+from common.train.precision import Precision
+from examples.bert_dp import predict
+from examples.bert_dp.args import PredictArgs
 from examples.bert_dp.model import load, save
 from examples.bert_dp.reviews import ID2LABEL
 from examples.bert_dp.tokens import make_tokenizer, vocabulary
@@ -40,15 +46,25 @@ def test_the_saved_model_is_the_best_and_loads_plainly(programs: Programs, defau
         found = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(dim=1)
     accuracy = (found == torch.tensor(labels)).double().mean().item()
     assert round(accuracy, 6) == result(default_run)["metrics"]["best_accuracy"]
-    words, said = (*PREDICT, "--model", folder, "--text"), dict[str, set[str]]()
     for flags in ((), ("--pipeline",)):
         for text, label in ((GOOD, "好评"), (BAD, "差评")):
-            done = programs.run(*words, text, *flags)
+            done = programs.run(*PREDICT, "--model", folder, "--text", text, *flags)
             assert re.fullmatch(rf"{label} 0\.\d{{4}}  {text}\n", done.stdout), done.stdout
-            said.setdefault(text, set()).add(done.stdout)
-        said.setdefault("bf16", set()).add(programs.run(*words, GOOD, *flags, "--precision", "bf16").stdout)
-    assert {text: len(answers) for text, answers in said.items()} == {GOOD: 1, BAD: 1, "bf16": 1}
-    assert said["bf16"] != said[GOOD], "it computes in the precision that was asked for"
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_pipeline_computes_in_the_precision_that_was_asked_for(
+    default_run: Path, monkeypatch: pytest.MonkeyPatch, precision: Literal["fp32", "bf16"], dtype: torch.dtype
+) -> None:
+    said, computed = [], set[torch.dtype]()
+    monkeypatch.setattr(predict, "say", lambda name, *_: said.append(name))
+    amp = Precision(precision=precision, channels_last="no")
+    args = PredictArgs(model=default_run / "model", text=GOOD, pipeline=True, amp=amp)
+    with register_module_forward_hook(
+        lambda module, _, output: computed.add(output.dtype) if isinstance(module, nn.Linear) else None
+    ):
+        predict.predict_by_pipeline(args, GOOD, torch.device("cpu"))
+    assert (said, computed) == (["好评"], {dtype})
 
 
 def test_a_csv_is_predicted_in_its_order(programs: Programs, tmp_path: Path, default_run: Path) -> None:
