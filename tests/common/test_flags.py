@@ -148,10 +148,12 @@ def test_what_nobody_reads_goes_nowhere() -> None:
         assert say("nowhere", file)
 
 
-def test_a_reader_of_the_help_may_leave(programs: Programs) -> None:
-    command = f"{sys.executable} -m examples.mnist_ddp_spawn --help | head -1"
+@pytest.mark.parametrize(("reader", "read"), [("head -1", r"mnist_ddp_spawn: train .*\n"), ("true", "")])
+def test_a_reader_of_the_help_may_leave(reader: str, read: str) -> None:
+    """After a line, or, as `true` does, before there is any."""
+    command = f"set -o pipefail; {sys.executable} -m examples.mnist_ddp_spawn --help | {reader}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"mnist_ddp_spawn: train .*\n", done.stdout)
+    assert re.fullmatch(read, done.stdout)
     assert done.stderr == ""
 
 
