@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Generator
@@ -46,6 +47,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             items[:] = [item for item in items if item not in gpu]
             config.hook.pytest_deselected(items=gpu)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Path]:
+    """For tests with bounds in seconds, a folder in memory: they are not for the disk, nor for who else writes to it.
+
+    A process cannot end before the disk has answered its last write, not even when it is killed; until then its
+    connections are open, and other ranks wait.
+    """
+    memory = Path("/dev/shm")
+    if not request.node.get_closest_marker("timed") or not memory.is_dir():
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="ddp-", dir=memory, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

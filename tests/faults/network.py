@@ -1,11 +1,14 @@
 """Two nodes on one machine: network namespaces, joined by a cable that can be cut. Needs root, and `ip` (iproute2)."""
 
 import os
+import signal
 import subprocess
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.runs import Eventually
 
 # A node is started by NODE, in a namespace, with a device of it, and torchrun's flags.
 NODE = f"""
@@ -22,8 +25,36 @@ def ip(*words: str) -> str:
 
 
 def pids(space: str) -> list[int]:
-    """All processes of a node."""
+    """The processes of a node whose first thread lives."""
     return [int(pid) for pid in ip("netns", "pids", space).split()]
+
+
+def ended(pid: int) -> bool:
+    """Whether the last thread of a process has ended: only then does the kernel close its connections.
+
+    A thread that is killed while it waits for the disk, as a checkpoint's may, ends when the disk has answered. The
+    process looks like one that has ended until then, but for this thread.
+    """
+    process = Path(f"/proc/{pid}")
+    try:
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX" and len(list((process / "task").iterdir())) == 1
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def power_off(space: str, eventually: Eventually) -> None:
+    """Kill all processes of a node, and wait until they have ended, so that the others can know."""
+    killed = set[int]()
+
+    def off() -> bool:
+        for pid in pids(space):  # again: one may have been forked meanwhile
+            killed.add(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return all(map(ended, killed)) and not pids(space)
+
+    eventually(off, 60, "the end of what was killed")
 
 
 @contextmanager

@@ -3,9 +3,7 @@
 imagenet_ddp, with an account of each sample: tests/faults/test_restarts.py and tests/faults/test_partition.py.
 """
 
-import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Generator
@@ -15,7 +13,7 @@ import pytest
 
 from tests.conftest import Programs
 from tests.faults.jobs import PROGRAMS, Job, Jobs
-from tests.faults.network import ip, pids
+from tests.faults.network import ended, ip, power_off
 from tests.faults.test_restarts import QUICK, same
 from tests.machine import here
 from tests.runs import Eventually, newest_step, slow
@@ -27,11 +25,9 @@ OTHERS = [program for program in PROGRAMS if program != "imagenet_ddp"]
 class Nodes:
     """Starts two nodes with one process each; both write into one log."""
 
-    def __init__(
-        self, programs: Programs, job: Job, network: tuple[str, str], out: Path, eventually: Eventually
-    ) -> None:
+    def __init__(self, programs: Programs, job: Job, network: tuple[str, str], out: Path) -> None:
         self.programs, self.network, self.out, self.log = programs, network, out, out.with_suffix(".log")
-        self.job, self.code, self.eventually = job, job.code, eventually
+        self.job, self.code = job, job.code
 
     def start(self, number: int, *words: object, timeout: int) -> "subprocess.Popen[str]":
         flags = (*self.job.every, "--timeout", timeout, "--resume", "auto", "--out", self.out)
@@ -52,26 +48,14 @@ class Nodes:
         url = ("--world-size", 2, "--rank", number, "--dist-url", "tcp://10.77.0.1:29500")
         return self.start(number, *self.job.words, *url, timeout=timeout)
 
-    def kill(self, number: int) -> None:
-        """As when a machine loses its power, but for its connections, which the kernel closes.
-
-        It closes them when the last thread has ended, so after the write to a slow disk that one may be in: to the
-        others, a process that cannot end yet is one that hangs.
-        """
-        for pid in pids(self.network[number]):
-            os.kill(pid, signal.SIGKILL)
-        self.eventually(lambda: not pids(self.network[number]), 60, "the end of what was killed")
-
     def said(self, words: str) -> bool:
         return words in self.log.read_text()
 
 
 @pytest.fixture
-def nodes(
-    programs: Programs, jobs: Jobs, program: str, network: tuple[str, str], tmp_path: Path, eventually: Eventually
-) -> Generator[Nodes]:
+def nodes(programs: Programs, jobs: Jobs, program: str, network: tuple[str, str], tmp_path: Path) -> Generator[Nodes]:
     """Two nodes; what they have said is shown if the test fails, but for the stacks of C++."""
-    nodes = Nodes(programs, jobs[program], network, tmp_path / "out", eventually)
+    nodes = Nodes(programs, jobs[program], network, tmp_path / "out")
     yield nodes
     print(re.sub(r"^(frame #.*|<omitting python frames>|)\n", "", nodes.log.read_text(), flags=re.MULTILINE))
 
@@ -79,12 +63,12 @@ def nodes(
 @pytest.mark.timed
 @pytest.mark.parametrize("program", OTHERS)
 def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
-    nodes: Nodes, jobs: Jobs, program: str, eventually: Eventually
+    nodes: Nodes, network: tuple[str, str], program: str, eventually: Eventually
 ) -> None:
     """Training goes on with one node, then with two; the programs check each epoch themselves."""
     first, second = nodes.elastic(0), nodes.elastic(1)
     eventually(lambda: newest_step(nodes.out) >= 6, 60, "step 6")
-    nodes.kill(1)
+    power_off(network[1], eventually)
     second.wait()
     started = time.monotonic()
     eventually(
@@ -108,7 +92,7 @@ def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
     stopped = newest_step(nodes.out)
     eventually(lambda: newest_step(nodes.out) > stopped + 9, 60, "training")
     assert not nodes.said("CheckError")
-    nodes.kill(0)
+    power_off(network[0], eventually)
     first.wait()
     started = time.monotonic()
     assert second.wait(here(20)) == 1, "torchrun's own code"
@@ -139,3 +123,21 @@ def test_the_network_is_cut(nodes: Nodes, jobs: Jobs, program: str, eventually: 
     nodes.code = nodes.job.code
     assert [node.wait(here(100)) for node in (nodes.static(0, 60), nodes.static(1, 60))] == [0, 0]
     assert same(nodes.out, jobs.whole(program, 2))
+
+
+def test_a_process_has_ended_with_its_last_thread(programs: Programs, tmp_path: Path, eventually: Eventually) -> None:
+    """One whose first thread has ended looks like a zombie, and keeps its connections."""
+    first_ends = "syscall(60 if platform.machine() == 'x86_64' else 93, 0)"
+    process = programs.start(
+        "-c",
+        "import ctypes, platform, threading, time\n"
+        f"threading.Thread(target=time.sleep, args=(1000,)).start()\nctypes.CDLL(None).{first_ends}",
+        cold=True,
+        log=tmp_path / "log",
+    )
+    state = Path(f"/proc/{process.pid}/stat")
+    eventually(lambda: ") Z " in state.read_text(), 20, "the end of the first thread")
+    assert not ended(process.pid)
+    process.kill()
+    eventually(lambda: ended(process.pid), 20, "the end")
+    assert process.wait() == -9
