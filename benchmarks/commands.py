@@ -120,3 +120,14 @@ def device_memory() -> float | None:
     """Memory in use on the GPU that the programs see, in MiB; None without a GPU."""
     answer = query_gpu("memory.used", "-i", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
     return float(answer[0]) if len(answer) == 1 and answer[0].strip().isdigit() else None
+
+
+def device_memory_at_rest(patience: float = 20.0) -> float | None:
+    """The same, when what has just ended has given its memory back: the driver takes a while."""
+    used, deadline = device_memory(), time.monotonic() + patience
+    while used is not None and time.monotonic() < deadline:
+        time.sleep(patience / 40)
+        before, used = used, device_memory()
+        if used == before:
+            break
+    return used

@@ -3,7 +3,8 @@
     python -m benchmarks.host_waits examples.gan_ddp --epochs 2
 
 A wait empties the queue of the GPU, which then has nothing to do until the host has prepared more.
-torch knows most of the calls that wait (`torch.cuda.set_sync_debug_mode`); this counts them.
+torch knows most of the calls that wait (`torch.cuda.set_sync_debug_mode`); this counts them, and
+after how many of the steps of an optimizer they came: start, evaluation and checkpoints may wait.
 """
 
 import os
@@ -15,17 +16,29 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 WORDS = "synchronizing CUDA operation"
 found: Counter[str] = Counter()
+after: dict[str, set[int]] = {}
+"""The steps after which a place waited."""
+steps = 0
 
 
 def count(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> None:
     """Count a warning of a wait by its place; show any other one."""
     if WORDS in str(message):
-        found[f"{os.path.relpath(file)}:{line}"] += 1
+        place = f"{os.path.relpath(file)}:{line}"
+        found[place] += 1
+        after.setdefault(place, set()).add(steps)
     else:
         sys.stderr.write(warnings.formatwarning(message, category, file, line))
+
+
+def count_step(*_: Any) -> None:
+    """Count a step of an optimizer."""
+    global steps
+    steps += 1
 
 
 def main(module: str, *flags: str) -> None:
@@ -36,6 +49,7 @@ def main(module: str, *flags: str) -> None:
     os.environ |= rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     warnings.simplefilter("always")
     warnings.showwarning = count  # ty: ignore[invalid-assignment]
+    register_optimizer_step_post_hook(count_step)
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("warn")
     sys.argv = [module, *flags]
@@ -43,7 +57,7 @@ def main(module: str, *flags: str) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         for place, times in found.most_common():
-            print(f"host wait: {times} x {place}")
+            print(f"host wait: {times} x {place}, after {len(after[place])} steps")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import harness, imagenet_input
-from benchmarks.commands import check_peer, device_memory, observe, peak_memory, peer_facts
+from benchmarks.commands import (
+    check_peer,
+    device_memory,
+    device_memory_at_rest,
+    observe,
+    peak_memory,
+    peer_facts,
+)
 from benchmarks.harness import ROOT, Measurement, against_peer, compare, earlier, facts
 from benchmarks.imagenet_input import choose_images, describe_images, in_new_process, link
 from common.launch.cgroup import cores
@@ -129,7 +136,7 @@ class Training:
     def run(self, command: str, home: Path) -> Found:
         """Run a program in a folder, and end it when enough steps have been logged."""
         lines: list[tuple[int, float]] = []
-        before, after, memory = device_memory(), None, (None, None)
+        before, after, memory = device_memory_at_rest(), None, (None, None)
         with (
             tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out,  # still being written
             closing(observe(command, home, {"DIR": str(self.folder), "OUT": out})) as output,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import commands
 from benchmarks.gpu import Args, correctness, one_by_one, ranks
 from benchmarks.gpu_checks import TRAININGS, Check, Failed, Machine, same_bits, same_losses
 from benchmarks.gpu_speed import WAIT, Places, speed
@@ -68,13 +69,18 @@ def test_waits_are_counted_by_their_place(programs: Programs, tmp_path: Path) ->
     """As torch warns of them; which it does only with a GPU."""
     words = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:162.)"
     (tmp_path / "waits.py").write_text(
-        f"import sys, warnings\nfor _ in range(3):\n    warnings.warn({words!r})\n"
+        "import sys, torch, warnings\nsgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])\n"
+        f"for step in range(3):\n    warnings.warn({words!r})\n    warnings.warn({words!r})\n    sgd.step()\n"
+        f"for _ in range(9):\n    warnings.warn({words!r})\n"
         "warnings.warn('another thing')\nprint(sys.argv[1:])\n"
     )
     done = programs.run("-m", "benchmarks.host_waits", "waits", "--epochs", "2", env={"PYTHONPATH": str(tmp_path)})
     assert "another thing" in done.stderr
     assert "synchronizing" not in done.stderr
-    assert WAIT.findall(done.stdout) == [("3", f"{os.path.relpath(tmp_path / 'waits.py', ROOT)}:3")]
+    file = os.path.relpath(tmp_path / "waits.py", ROOT)
+    often, *each = WAIT.findall(done.stdout)
+    assert often == ("9", f"{file}:8", "1"), "of an epoch's end"
+    assert each == [("3", f"{file}:4", "3"), ("3", f"{file}:5", "3")]
     assert "['--epochs', '2']" in done.stdout
 
 
@@ -110,3 +116,11 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         Args(device="cpu", out=tmp_path)
     with pytest.raises(UserError, match="--examples nothing: choose of mnist_ddp_spawn"):
         Args(device="cpu", examples=("nothing",))
+
+
+def test_memory_is_read_when_it_has_been_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = iter(["900", "500", "20", "20", "7"])
+    monkeypatch.setattr(commands, "query_gpu", lambda *_: [next(used)])
+    assert commands.device_memory_at_rest(0.04) == 20
+    monkeypatch.setattr(commands, "query_gpu", lambda *_: [])
+    assert commands.device_memory_at_rest() is None
