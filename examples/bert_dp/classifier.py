@@ -61,7 +61,10 @@ class Classifier(nn.Module):
 
     def logits(self, ids: Tensor) -> Tensor:
         """The model's scores, [N, 2], for token numbers [N, L]."""
-        scores: Tensor = self.bert(input_ids=ids, attention_mask=(ids != PAD).long()).logits
+        # [N, heads, query, key]: of a mask [N, L], transformers asks the device whether it hides
+        # anything at all, and the host waits for the answer.
+        mask = (ids != PAD)[:, None, None, :]
+        scores: Tensor = self.bert(input_ids=ids, attention_mask=mask).logits
         return scores
 
 

@@ -102,7 +102,7 @@ def train(args: Args, device: torch.device) -> None:
                 # DDP averages over the ranks: this makes it the mean over the global batch.
                 scale = world_size / batch_samples
                 with run.autocast():
-                    fakes = generator_ddp(latent[rank::world_size].to(device)).float()
+                    fakes = generator_ddp(run.amp.to_device(latent[rank::world_size])).float()
                 discriminator_optimizer.zero_grad()
                 loss = discriminate(reals, fakes.detach(), scale)
                 discriminator_optimizer.step()

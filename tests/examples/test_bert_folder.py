@@ -24,6 +24,7 @@ from common.launch.errors import UserError
 from common.train.precision import Precision
 from examples.bert_dp import predict
 from examples.bert_dp.args import PredictArgs
+from examples.bert_dp.classifier import Classifier
 from examples.bert_dp.model import load, save
 from examples.bert_dp.reviews import ID2LABEL
 from examples.bert_dp.tokens import make_tokenizer, vocabulary
@@ -102,6 +103,16 @@ def test_weights_that_were_saved_in_halves_are_trained_in_full(tmp_path: Path, d
     tokenizer.save_pretrained(tmp_path)
     again, _ = load(tmp_path)
     assert {parameter.dtype for parameter in again.parameters()} == {torch.float32}
+
+
+def test_a_folder_that_asks_for_another_attention_has_the_same_scores(tmp_path: Path, default_run: Path) -> None:
+    """One that adds the mask to its scores would take it for ones, and attend to padding."""
+    own = shutil.copytree(default_run / "model", tmp_path / "eager")
+    edit(own / "config.json", attn_implementation="eager")
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])
+    models = (load(folder)[0].eval() for folder in (own, default_run / "model"))
+    one, other = (Classifier(model)(ids) for model in models)
+    assert torch.equal(one, other)
 
 
 def break_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
