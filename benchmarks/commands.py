@@ -123,11 +123,12 @@ def device_memory() -> float | None:
 
 
 def device_memory_at_rest(patience: float = 20.0) -> float | None:
-    """The same, when what has just ended has given its memory back: the driver takes a while."""
-    used, deadline = device_memory(), time.monotonic() + patience
-    while used is not None and time.monotonic() < deadline:
+    """Memory in use when it has stopped changing, or `patience` seconds later.
+
+    The driver gives a program's memory back some time after its end.
+    """
+    read, deadline = [device_memory()], time.monotonic() + patience
+    while read[0] is not None and time.monotonic() < deadline and read[-5:] != 5 * read[-1:]:
         time.sleep(patience / 40)
-        before, used = used, device_memory()
-        if used == before:
-            break
-    return used
+        read.append(device_memory())
+    return read[-1]

@@ -3,8 +3,8 @@
     python -m benchmarks.host_waits examples.gan_ddp --epochs 2
 
 A wait empties the queue of the GPU, which then has nothing to do until the host has prepared more.
-torch knows most of the calls that wait (`torch.cuda.set_sync_debug_mode`); this counts them, and
-after how many of the steps of an optimizer they came: start, evaluation and checkpoints may wait.
+torch knows most of the calls that wait (`torch.cuda.set_sync_debug_mode`); this counts them, and at
+how many different steps each place waits: start, evaluation and checkpoints may.
 """
 
 import os
@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 WORDS = "synchronizing CUDA operation"
 found: Counter[str] = Counter()
-after: dict[str, set[int]] = {}
-"""The steps after which a place waited."""
-steps = 0
+at: dict[str, set[int]] = {}
+"""What `steps` was when a place waited."""
+steps = 0  # of all optimizers, so far: two optimizers count two per step of the training
 
 
 def count(message: Warning | str, category: type[Warning], file: str, line: int, *_: Any) -> None:
@@ -30,7 +30,7 @@ def count(message: Warning | str, category: type[Warning], file: str, line: int,
     if WORDS in str(message):
         place = f"{os.path.relpath(file)}:{line}"
         found[place] += 1
-        after.setdefault(place, set()).add(steps)
+        at.setdefault(place, set()).add(steps)
     else:
         sys.stderr.write(warnings.formatwarning(message, category, file, line))
 
@@ -57,7 +57,7 @@ def main(module: str, *flags: str) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         for place, times in found.most_common():
-            print(f"host wait: {times} x {place}, after {len(after[place])} steps")
+            print(f"host wait: {times} x {place}, at {len(at[place])} different steps")
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def input_part(args: Args, folder: Path) -> Found:
     }
     measure = partial(in_new_process, imagenet_input.measure_input, train)
     programs = {name: (what, partial(measure, *how)) for name, (what, *how) in variants.items()}
-    about = {"images": describe_images(chosen), "cache": built}
+    about = {"cache": built}
     by_workers: dict[str, Found] = {}
     loading = partial(in_new_process, imagenet_input.measure_workers, train)
     for workers in WORKERS:
@@ -232,6 +232,7 @@ def main(args: Args) -> None:
         raise UserError("--part gpu: torch finds no CUDA device here")
     about = facts("torch", "torchvision", "pillow", "numpy") | {"choices": choices}
     about |= peer_facts(args.peer, MAIN, f"training of {PEER}")
+    about |= {"images": describe_images(choose_images(args.data / "train"))}
     sections = earlier("imagenet_throughput", args.out)
     parts = {"input": input_part, "training": training_part, "gpu": gpu_part}
     for part in parts if args.part == "all" else (args.part,):

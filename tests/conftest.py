@@ -51,13 +51,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Path]:
-    """For tests with bounds in seconds, a folder in memory: they are not for the disk, nor for who else writes to it.
+    """For tests with bounds in seconds, a folder in memory: they do not measure the disk, or who else writes to it.
 
     A process cannot end before the disk has answered its last write, not even when it is killed; until then its
-    connections are open, and other ranks wait.
+    connections are open, and other ranks wait. The price: nothing is kept after a failure.
     """
     memory = Path("/dev/shm")
-    if not request.node.get_closest_marker("timed") or not memory.is_dir():
+    small = not memory.is_dir() or shutil.disk_usage(memory).free < 1 << 30  # 64 MiB, in a container that nobody told
+    if small or not request.node.get_closest_marker("timed"):
         yield tmp_path
         return
     with tempfile.TemporaryDirectory(prefix="ddp-", dir=memory, ignore_cleanup_errors=True) as folder:
@@ -222,7 +223,11 @@ def started_programs() -> Generator[Programs]:
     assert not leftover
 
 
-programs = pytest.fixture(name="programs")(started_programs)
+@pytest.fixture
+def programs(tmp_path: Path) -> Generator[Programs]:
+    """Starts programs, which end before the test's folder is removed."""
+    yield from started_programs()
+
 
 # The same for fixtures that several tests share.
 shared_programs = pytest.fixture(scope="module", name="shared_programs")(started_programs)

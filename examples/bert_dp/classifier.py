@@ -61,8 +61,9 @@ class Classifier(nn.Module):
 
     def logits(self, ids: Tensor) -> Tensor:
         """The model's scores, [N, 2], for token numbers [N, L]."""
-        # [N, heads, query, key]: of a mask [N, L], transformers asks the device whether it hides
-        # anything at all, and the host waits for the answer.
+        # Broadcasts over [N, heads, query, key]. Given [N, L], transformers would ask the device
+        # whether anything is hidden, and the host would wait. The cost: no flash kernel for
+        # batches without padding.
         mask = (ids != PAD)[:, None, None, :]
         scores: Tensor = self.bert(input_ids=ids, attention_mask=mask).logits
         return scores

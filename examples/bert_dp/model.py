@@ -109,7 +109,7 @@ def load(
             folder,
             config=config,
             use_safetensors=True,
-            attn_implementation="sdpa",  # the one that takes the classifier's mask
+            attn_implementation="sdpa",  # eager would add the Boolean mask as numbers
             dtype=torch.float32,  # not the file's: a model saved in float16 would train in float16
             ignore_mismatched_sizes=True,
             output_loading_info=True,

@@ -79,7 +79,7 @@ def test_waits_are_counted_by_their_place(programs: Programs, tmp_path: Path) ->
     assert "synchronizing" not in done.stderr
     file = os.path.relpath(tmp_path / "waits.py", ROOT)
     often, *each = WAIT.findall(done.stdout)
-    assert often == ("9", f"{file}:8", "1"), "of an epoch's end"
+    assert often == ("9", f"{file}:8", "1"), "all after the last step"
     assert each == [("3", f"{file}:4", "3"), ("3", f"{file}:5", "3")]
     assert "['--epochs', '2']" in done.stdout
 
@@ -119,8 +119,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_memory_is_read_when_it_has_been_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = iter(["900", "500", "20", "20", "7"])
+    used = iter([*(4 * ["900"]), "500", *(5 * ["20"]), "7"])
     monkeypatch.setattr(commands, "query_gpu", lambda *_: [next(used)])
-    assert commands.device_memory_at_rest(0.04) == 20
+    assert commands.device_memory_at_rest(0.4) == 20
     monkeypatch.setattr(commands, "query_gpu", lambda *_: [])
     assert commands.device_memory_at_rest() is None

@@ -106,7 +106,7 @@ def test_weights_that_were_saved_in_halves_are_trained_in_full(tmp_path: Path, d
 
 
 def test_a_folder_that_asks_for_another_attention_has_the_same_scores(tmp_path: Path, default_run: Path) -> None:
-    """One that adds the mask to its scores would take it for ones, and attend to padding."""
+    """Eager attention would add 1 to the scores of tokens and 0 to those of padding, and so attend to padding."""
     own = shutil.copytree(default_run / "model", tmp_path / "eager")
     edit(own / "config.json", attn_implementation="eager")
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]])

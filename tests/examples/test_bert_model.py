@@ -31,7 +31,7 @@ from tests.runs import losses, mutated, predictions, result
 
 
 class NothingIsRead(TorchDispatchMode):
-    """Fails where the host reads a value of a tensor: it would wait for a GPU."""
+    """Fails where the host reads a number (`item`, `bool`): it would wait for a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket is not torch.ops.aten._local_scalar_dense

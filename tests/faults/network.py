@@ -25,15 +25,15 @@ def ip(*words: str) -> str:
 
 
 def pids(space: str) -> list[int]:
-    """The processes of a node whose first thread lives."""
+    """The processes of a node; one whose first thread has ended is missing, since `ip` does not see it."""
     return [int(pid) for pid in ip("netns", "pids", space).split()]
 
 
 def ended(pid: int) -> bool:
-    """Whether the last thread of a process has ended: only then does the kernel close its connections.
+    """Whether all threads of a process have ended: only then does the kernel close its connections.
 
-    A thread that is killed while it waits for the disk, as a checkpoint's may, ends when the disk has answered. The
-    process looks like one that has ended until then, but for this thread.
+    A thread that is killed while it waits for the disk, as a checkpoint's may, ends when the disk has answered. Until
+    then the process looks like a zombie, but /proc/PID/task still lists the thread.
     """
     process = Path(f"/proc/{pid}")
     try:
@@ -44,7 +44,10 @@ def ended(pid: int) -> bool:
 
 
 def power_off(space: str, eventually: Eventually) -> None:
-    """Kill all processes of a node, and wait until they have ended, so that the others can know."""
+    """Kill all processes of a node, and wait for their end.
+
+    Unlike at a real loss of power, the kernel closes their connections, so that the other node notices at once.
+    """
     killed = set[int]()
 
     def off() -> bool:
