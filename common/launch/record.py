@@ -198,6 +198,8 @@ def _lost(error: Exception) -> str:
 def _explained(error: Exception) -> str:
     """One line if the cause is known, otherwise the traceback."""
     text = f"out of memory: {error}" if isinstance(error, MemoryError) else str(error)
+    if "DataLoader worker" in (cause := str(error.__cause__)):
+        text = cause  # it says what ended the worker, and the error itself does not
     frames = traceback.extract_tb(error.__traceback__)
     semaphore = isinstance(error, OSError) and Path(frames[-1].filename).match(
         "multiprocessing/synchronize.py"
@@ -207,5 +209,5 @@ def _explained(error: Exception) -> str:
     for words, remedy in REMEDIES.items():
         if (isinstance(error, (MemoryError, RuntimeError)) or semaphore) and words in text:
             line = next(line for line in text.splitlines() if words in line)
-            return f"{line.removeprefix('RuntimeError: ')} (what may help: {remedy})"
+            return f"{line.removeprefix('RuntimeError: ').strip()} (what may help: {remedy})"
     return traceback.format_exc()

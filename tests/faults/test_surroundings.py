@@ -4,6 +4,7 @@ import functools
 import gzip
 import http.server
 import re
+import signal
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -130,6 +131,24 @@ def test_too_little_shared_memory_is_named(programs: Programs, tmp_path: Path) -
     assert "unable to allocate shared memory" in done.stderr
     assert "error: no batch came from the loader's workers within 8 s: see what they printed above" in done.stderr
     assert programs.gone(within=2)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_what_ended_a_loader_worker_is_said(programs: Programs, tmp_path: Path, signum: signal.Signals) -> None:
+    """As by the kernel when memory is short, or by a mistake in a library that decodes images."""
+    draw_folder(tmp_path / "images", train=60, val=12, size=40)
+    dies = (
+        "import os, runpy, sys\nfrom common.images import folder\n"
+        f"folder.ImageFolder.__getitems__ = lambda *_: os.kill(os.getpid(), {signum})\n"
+        "_, _, module, *sys.argv[1:] = sys.argv\nrunpy._run_module_as_main(module)\n"
+    )
+    flags = ("-a", "resnet18", "--image-size", 32, "-b", 30, "-j", 1, "--epochs", 1, "--out", tmp_path / "out")
+    done = programs.run("-c", dies, *IMAGENET, *flags, tmp_path / "images", code=1)
+    how = {signal.SIGKILL: "Killed", signal.SIGSEGV: "Segmentation fault"}[signum]
+    said = rf"DataLoader worker \(pid \d+\) is killed by signal: {how}\."
+    # torch's own words about a segmentation fault end with a byte 0, not with a line
+    line = rf"\berror: rank 0: {said} \(what may help: more memory, or --workers 0\)$"
+    assert len(re.findall(line, done.stderr, re.MULTILINE)) == 1, done.stderr
 
 
 @pytest.mark.parametrize(
