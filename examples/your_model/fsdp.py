@@ -9,6 +9,7 @@ its gradient and of the optimizer's state; whole parameters exist for one layer 
 
 import argparse
 import os
+import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -95,7 +96,11 @@ def main(steps: int, checkpoint: Path) -> None:
         if dist.get_rank() == 0:
             print(f"step {step + 1}, loss {mean.item():.6f}")
     saved = state(model, optimizer, first + steps)
-    dcp.save(saved, checkpoint_id=checkpoint)  # each rank writes what it holds
+    new = checkpoint.with_name(f"{checkpoint.name}.new")
+    dcp.save(saved, checkpoint_id=new)  # each rank writes what it holds
+    if dist.get_rank() == 0:  # all have written: only now the checkpoint before may go
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        new.rename(checkpoint)
 
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all
     whole, held = sum(x.numel() for x in sharded), sum(x.to_local().numel() for x in sharded)

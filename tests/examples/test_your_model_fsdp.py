@@ -83,6 +83,17 @@ def test_two_ranks_train_as_one_process_and_hold_half_each(
     assert f"rank 0 holds {whole:,} of {whole:,} parameters" in more
 
 
+def test_killed_while_it_saves_the_checkpoint_before_is_whole(programs: Programs, tmp_path: Path) -> None:
+    train(programs, 2, tmp_path / "checkpoint", 2)
+    renames = "    if dist.get_rank() == 0:  # all"
+    dies = (renames, f"    next(new.glob('*.distcp')).unlink()\n    os._exit(9)\n{renames}")
+    project = mutated(tmp_path / "project", ("examples/your_model/fsdp.py", *dies))
+    with pytest.raises(AssertionError, match="ended with 1"):
+        train(programs, 2, tmp_path / "checkpoint", 2, cwd=project)
+    assert list(losses(train(programs, 2, tmp_path / "checkpoint", 1))) == [3]
+    assert list(losses(train(programs, 1, tmp_path / "checkpoint", 1))) == [4]
+
+
 def test_the_page_quotes_the_program() -> None:
     page = (ROOT / "docs" / "en" / "model-does-not-fit.md").read_text()
     (quoted,) = re.findall(r"```python\n(.*?)```", page, re.S)
