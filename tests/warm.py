@@ -154,6 +154,9 @@ def become(request: Request) -> NoReturn:
     for descriptor, target in zip(fds, (1, 2), strict=True):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    # A line is one write, even where the server is unbuffered: ranks would write into each other's lines.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # ty: ignore[missing-union-attribute]
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
