@@ -3,14 +3,25 @@
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from benchmarks import commands
+from benchmarks import commands, gpu_speed
 from benchmarks.gpu import Args, correctness, one_by_one, ranks
-from benchmarks.gpu_checks import TRAININGS, Check, Failed, Machine, same_bits, same_losses
-from benchmarks.gpu_speed import WAIT, Places, speed
+from benchmarks.gpu_checks import (
+    TRAININGS,
+    Check,
+    Failed,
+    Machine,
+    as_on_the_cpu,
+    same_bits,
+    same_losses,
+    several,
+)
+from benchmarks.gpu_speed import WAIT, Places, bert, speed, waits
 from common.launch.errors import UserError
 from tests import warm
 from tests.conftest import ROOT, Programs
@@ -116,6 +127,44 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         Args(device="cpu", out=tmp_path)
     with pytest.raises(UserError, match="--examples nothing: choose of mnist_ddp_spawn"):
         Args(device="cpu", examples=("nothing",))
+
+
+def test_of_imagenet_ddp_four_losses_are_compared_and_of_the_others_ten(tmp_path: Path) -> None:
+    """With a BatchNorm at 32 pixels, later ones are rounding."""
+    machine, same = Machine("cuda", tmp_path), [2.0, 1.9, 1.8, 1.7]
+    for name in ("imagenet_ddp", "gan_ddp"):
+        several_ranks = f"{name}-nproc-2{'-sync-bn' * (name == 'imagenet_ddp')}"
+        for folder, fifth in (name, 1.6), (f"{name}-device-cpu", 1.5), (several_ranks, 1.5):
+            left(tmp_path / folder, "a", [*same, fifth])
+    assert as_on_the_cpu(machine, "imagenet_ddp") == "losses within 0.0e+00, backend gloo"
+    assert several(machine, "imagenet_ddp", 2).startswith("losses within 0.0e+00, backend gloo")
+    for check in (partial(as_on_the_cpu, machine, "gan_ddp"), partial(several, machine, "gan_ddp", 2)):
+        with pytest.raises(Failed, match=r"the first losses differ by 6.*e-02"):
+            check()
+
+
+@pytest.mark.parametrize(("at", "fails"), [(9, False), (10, True)])
+def test_a_wait_at_nearly_every_step_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, fails: bool
+) -> None:
+    """Of 12 steps, as resnet_pipeline has, whose timeline and ends of epochs wait at nine."""
+    said = f"host wait: 500 x start.py:1, at 1 different steps\nhost wait: 40 x train.py:7, at {at} different steps"
+    monkeypatch.setattr(Machine, "run", lambda *_: said)
+    (tmp_path / "resnet_pipeline-waits").mkdir()
+    (tmp_path / "resnet_pipeline-waits" / "result.json").write_text('{"steps": 12}')
+    if fails:
+        with pytest.raises(Failed, match=r"^in 12 steps: 40 x train.py:7$"):
+            waits(Machine("cuda", tmp_path), "resnet_pipeline")
+    else:
+        assert waits(Machine("cuda", tmp_path), "resnet_pipeline") == "540 in 12 steps, none of them at every step"
+
+
+def test_no_two_reviews_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are repeated would be left out, and too few steps would be left to measure."""
+    monkeypatch.setattr(gpu_speed, "rate", lambda *_: "")
+    bert(Machine("cuda", tmp_path), 256)
+    reviews = pd.read_csv(tmp_path / "reviews-256.csv")["review"]
+    assert (len(set(reviews)), set(map(len, reviews))) == (40 * 256, {126})
 
 
 def test_memory_is_read_when_it_has_been_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The mistakes that make ranks wait for each other for ever: `python -m tests.faults.mistakes NAME --nproc N`.
+"""Mistakes that make ranks wait for each other forever: `python -m tests.faults.mistakes NAME --nproc N`.
 
 Each is a plain loop of torch. The last rank makes the mistake, in step 3.
 """

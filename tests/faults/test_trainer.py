@@ -32,7 +32,7 @@ def copied(tmp_path: Path, jobs: Jobs) -> Path:
 
 
 def resealed(folder: Path) -> None:
-    """As somebody would who means harm: the seal is no secret."""
+    """As an attacker could: anybody can compute the seal."""
     before = json.loads((folder / SEAL).read_text())
     seal(folder, before["config"], {"world_size": before["world_size"], "threads": before["threads"]})
 
