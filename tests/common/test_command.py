@@ -83,12 +83,13 @@ def script(session_programs: Programs, tmp_path_factory: pytest.TempPathFactory)
         (["mnist_ddp_spawn", "--ep"], {"--epochs"}),
         (["mnist_ddp_spawn", "--epochs", "3", "--nproc", "2", "--resu"], {"--resume"}),
         (["bert_dp.trainer", "--device", ""], {"auto", "cuda", "cpu"}),
-        (["who", "te"], {"tests"}),
+        (["who", "ta"], {"table.csv"}),
     ],
 )
-def test_bash_completes(script: Path, typed: list[str], found: set[str]) -> None:
+def test_bash_completes(script: Path, tmp_path: Path, typed: list[str], found: set[str]) -> None:
+    (tmp_path / "table.csv").touch()
     done = subprocess.run(
-        ["bash", "-c", COMPLETE, "bash", script, *typed], capture_output=True, text=True, check=True, cwd=ROOT
+        ["bash", "-c", COMPLETE, "bash", script, *typed], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert set(done.stdout.split()) == found
 
