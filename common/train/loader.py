@@ -169,7 +169,12 @@ def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
     # Nothing may hold the loader's frames any more: when it is gone, so are its workers and its
     # semaphores. An exception and the frame that raised it hold each other.
     gc.collect()
-    raise mistake
+    try:
+        raise mistake
+    finally:
+        # A loader that the garbage collector finds cannot tell its workers to end, since their
+        # queues are taken down before it: it would wait 5 s for each of them, and again.
+        del mistake
 
 
 @functools.cache

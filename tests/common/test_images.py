@@ -1,5 +1,6 @@
 """Crops and pixels against torchvision's, odd and broken files, loaders, the cache of decoded pixels."""
 
+import gc
 import importlib.util
 import io
 import itertools
@@ -7,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, cast
 
@@ -243,18 +245,38 @@ def folder_with_broken(source: Path, folder: Path) -> Path:
     return files[3]
 
 
+def mistake_of(loader: Any) -> str:
+    """What a loader says; nothing here holds the error, and with it the loader, any longer."""
+    try:
+        list(loader)
+    except UserError as error:
+        return str(error)
+    raise AssertionError("no mistake was found")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_image_ends_the_run_with_its_name_or_is_replaced(drawn: Path, tmp_path: Path, workers: int) -> None:
     broken = folder_with_broken(drawn, tmp_path / "broken")
     root = tmp_path / "broken/val"
-    with pytest.raises(UserError) as error:
-        list(eval_loader(ImageFolder(root, 32, training=False), 4, AMP, workers, 0, 1))
-    assert str(error.value) == f"{broken} cannot be used (it is truncated): remove or replace it, or give --skip-broken"
+    said = mistake_of(eval_loader(ImageFolder(root, 32, training=False), 4, AMP, workers, 0, 1))
+    assert said == f"{broken} cannot be used (it is truncated): remove or replace it, or give --skip-broken"
     loader = eval_loader(ImageFolder(root, 32, training=False, skip_broken=True), 4, AMP, workers, 0, 1)
     images = torch.cat([batch[0] for batch in loader])
     assert len(images) == 23, "companions are no samples"
     torch.testing.assert_close(images[3], images[4], rtol=0, atol=0)
     assert loader.broken == {f"{broken} (it is truncated)"}
+
+
+def test_the_workers_of_a_loader_that_failed_end_with_the_error(drawn: Path, tmp_path: Path) -> None:
+    """At once: found by the garbage collector, a loader waits 5 s for each of them, twice, as a notebook would see."""
+    folder_with_broken(drawn, tmp_path / "broken")
+    before = set(active_children())
+    gc.disable()
+    try:
+        mistake_of(eval_loader(ImageFolder(tmp_path / "broken/val", 32, training=False), 4, AMP, 2, 0, 1))
+        assert set(active_children()) <= before
+    finally:
+        gc.enable()
 
 
 LEFT_OPEN = """
