@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,8 @@ class Batches:
             side.wait_stream(torch.cuda.current_stream(device))  # for scale and shift
         for batch in unwrapped(self.loader):
             self.broken.update(batch.broken)
-            with torch.cuda.stream(side):  # no stream: does nothing
+            # even without a stream, torch's context would take memory of a GPU for a run on the CPU
+            with torch.cuda.stream(side) if side is not None else nullcontext():
                 images = self.amp.to_device(batch.images).float()  # [B, 3, H, W]
                 # The first convolution would round them so, on the stream that computes.
                 images = images.mul_(scale).add_(shift).to(self.amp.dtype)

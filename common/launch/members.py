@@ -25,7 +25,7 @@ def join(local_number: int, place: Place) -> dist.Store:
     """Give this process, a member, its place and its share of the cores.
 
     Args:
-        local_number: of the processes that its parent has started.
+        local_number: of the processes of this node.
         place: where its parent runs.
 
     Returns:
@@ -52,7 +52,8 @@ def keep(
 
     Args:
         member: the main function of one, decorated with `record`; its arguments are its number
-            among those that this process has started, its number in the job, `place` and `args`.
+            among those of this node (a newcomer's is that of the lost one), its number in the job,
+            `place` and `args`.
         place: of this process.
         args: the flags.
         replace: whether a newcomer is started for each that is lost.
@@ -60,13 +61,13 @@ def keep(
     Raises:
         SystemExit: all were lost (code 1), one met an error, or this process got a signal.
     """
-    store, running = client(place), dict[Any, tuple[int, Any]]()
+    store, running = client(place), dict[Any, tuple[int, int, Any]]()
     context, finished = multiprocessing.get_context("forkserver"), False
 
-    def begin(number: int) -> None:
-        process = context.Process(target=member, args=(len(running), number, place, args))
+    def begin(local_number: int, number: int) -> None:
+        process = context.Process(target=member, args=(local_number, number, place, args))
         process.start()
-        running[process.sentinel] = number, process
+        running[process.sentinel] = local_number, number, process
         say(f"member {number} is process {process.pid}")
 
     for signum in STOPPING:
@@ -74,14 +75,14 @@ def keep(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         for local_rank in range(place.local_world_size):
-            begin(place.rank + local_rank)
+            begin(local_rank, place.rank + local_rank)
         while running:
             patience = place.flags.timeout if finished else None
             ended = multiprocessing.connection.wait(list(running), patience)
             if not ended:
                 break  # what is left is silent, and the others have done without it
             for sentinel in ended:
-                number, process = running.pop(sentinel)
+                local_number, number, process = running.pop(sentinel)
                 process.join()
                 code = process.exitcode
                 with suppress(dist.DistError):  # the first node's parent ends first
@@ -92,16 +93,19 @@ def keep(
                 if code < 0 and not finished:
                     say(f"lost member {number}: {signal.Signals(-code).name}")
                     if replace:
-                        begin(place.world_size + store.add("newcomers", 1) - 1)
+                        newcomer = place.world_size + store.add("newcomers", 1) - 1
+                        begin(local_number, newcomer)  # whose local number nobody has now
     finally:
-        for _, process in running.values():
+        for *_, process in running.values():
             process.kill()
     if place.node_rank == 0 and not store.check(["finished"]):
         complain("all members are lost: nobody was left to go on")
         raise SystemExit(1)
 
 
-def _stop(store: dist.Store, running: dict[Any, tuple[int, Any]], signum: int, _: object) -> None:
+def _stop(
+    store: dist.Store, running: dict[Any, tuple[int, int, Any]], signum: int, _: object
+) -> None:
     """End this parent of members: a terminal's Ctrl-C reaches them, too, and one line is enough."""
     for again in STOPPING:
         signal.signal(again, lambda *_: None)
@@ -111,6 +115,6 @@ def _stop(store: dist.Store, running: dict[Any, tuple[int, Any]], signum: int, _
     if first == b"parent":
         complain(f"stopped by {signal.Signals(signum).name}: nothing is saved before the end")
     else:  # killed now, it would not come to say it
-        for _, process in running.values():
+        for *_, process in running.values():
             process.join(5)
     raise SystemExit(128 + signum)

@@ -48,7 +48,10 @@ def check_gradients(model: nn.Module) -> None:
     Raises:
         UserError: parameters without gradient; they are named.
     """
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    unused = [name for name, p in trained if p.grad is None]
+    if len(unused) == len(trained):  # by `zero_grad` after the step: nothing can be seen any more
+        return
     if unused and not getattr(model, "find_unused_parameters", True):
         names = ", ".join(name.removeprefix("module.") for name in unused[:5])
         raise UserError(

@@ -103,10 +103,12 @@ def evaluate(
         autocast: makes the context of mixed precision.
 
     Raises:
-        UserError: the model diverged, or its outputs are not [B, classes].
+        UserError: the test set is empty, the model diverged, or its outputs are not [B, classes].
     """
     model = bare(model)
     broadcast_buffers(model)
+    if not len(loader.dataset):
+        raise UserError("the test set is empty: nothing can be evaluated")
     model.eval()
     device = next(model.parameters()).device
     best, scored = min(5, classes), classes if classes <= MANY else 0

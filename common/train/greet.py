@@ -45,7 +45,7 @@ def greet(run: "Run") -> None:
     remedy = "auto is what a node's processor computes natively: give one for all"
     assert_same_on_all_ranks(run.amp.name, "--precision", remedy)
     place, world_size, cuda = current(), dist.get_world_size(), run.device.type == "cuda"
-    if not cuda and place.flags.device == "auto":
+    if not cuda and place.flags.device == "auto" and not place.flags.no_accel:
         run.warn("no CUDA device was found: training on the CPU, which is slower")
     for warning in place.warnings:
         run.warn(warning)

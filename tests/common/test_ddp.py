@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from common.launch.errors import UserError
 from common.train import seed
-from common.train.ddp import warm_up_buckets
+from common.train.ddp import check_gradients, warm_up_buckets
 
 
 @pytest.mark.usefixtures("alone")
@@ -15,6 +16,19 @@ def test_buckets_are_laid_out_where_ddp_moves_its_inputs() -> None:
     ddp.device_ids = [0]  # as DDP(model, device_ids=[0]), which refuses a CPU
     warm_up_buckets(ddp)
     assert ddp(torch.ones(4, 3)).shape == (4, 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_without_gradient_are_named_unless_all_were_reset() -> None:
+    """`zero_grad` may come after the step, too."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    ddp(torch.ones(4, 3)).sum().backward()
+    check_gradients(ddp)
+    ddp.module[1].bias.grad = None
+    with pytest.raises(UserError, match=r"^no gradient reaches 1\.bias: use them in forward, freeze them, or give"):
+        check_gradients(ddp)
+    ddp.zero_grad()
+    check_gradients(ddp)
 
 
 @pytest.mark.parametrize(("saved", "there"), [(1, 1), (2, 2), (8, 8), (8, 2), (2, 8), (2, 0)])

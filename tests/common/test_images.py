@@ -332,6 +332,13 @@ def batches(loader: Any) -> Iterator[tuple[Tensor, ...]]:
     return iter([tuple(tensor.clone() for tensor in batch) for batch in loader])
 
 
+def test_a_run_on_the_cpu_leaves_the_gpus_alone(monkeypatch: pytest.MonkeyPatch, drawn: Path) -> None:
+    """Entering a stream, even none, makes torch take memory of a GPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("a GPU was asked"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert len(list(eval_loader(ImageFolder(drawn / "val", 32, training=False), 12, AMP, 0, 0, 1))) == 2
+
+
 def test_workers_change_nothing_and_outlive_epochs(drawn: Path) -> None:
     data = ImageFolder(drawn / "train", 32, training=True, seed=1)
     found = []

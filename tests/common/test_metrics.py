@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from common.launch.errors import UserError
 from common.train import log, machine
 from common.train.evaluate import classification_metrics, evaluate, ordered_predictions
 from common.train.log import Log
@@ -87,6 +88,14 @@ def test_dropout_is_off_in_evaluation_only() -> None:
     found = evaluate(model, DataLoader(TensorDataset(images, labels, torch.arange(12)), 5), 3, nullcontext)
     assert found.loss == pytest.approx(F.cross_entropy(linear(images), labels).item(), abs=1e-5)
     assert model.training, "the next epoch would be without dropout, and without statistics of BatchNorm"
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_empty_test_set_is_named() -> None:
+    """And is no divergence, though the mean of nothing is not a number."""
+    nothing = DataLoader(TensorDataset(torch.ones(0, 3), torch.ones(0).long(), torch.arange(0)), 4)
+    with pytest.raises(UserError, match=r"^the test set is empty"):
+        evaluate(nn.Linear(3, 2), nothing, 2, nullcontext)
 
 
 @pytest.mark.usefixtures("alone")

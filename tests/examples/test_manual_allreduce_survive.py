@@ -262,6 +262,13 @@ def test_an_error_ends_the_job(programs: Programs, tmp_path: Path, data: ImageDa
     assert re.search(r"error: rank 1: .*AssertionError: broken\n", done.stderr, re.DOTALL), done.stderr
 
 
+def test_a_newcomer_has_the_local_number_of_the_lost_one(programs: Programs) -> None:
+    """Or two would speak for their node, and none would be its first."""
+    said = programs.run("-m", "tests.examples.members_job", "--nproc", 3).stdout
+    found = re.findall(r"member (\d): (\d) of this node, (\d) by its name", said)
+    assert sorted(found) == [(number, local, local) for number, local in zip("0123", "0120", strict=True)]
+
+
 def test_torchrun_is_refused(programs: Programs, tmp_path: Path) -> None:
     torchrun = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     env = dict(zip(torchrun, "0011", strict=True))

@@ -8,11 +8,14 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from common.launch.who import ask, calls, report, watcher
 from common.launch.who.verdict import verdict
@@ -165,6 +168,31 @@ def test_a_main_thread_that_runs_or_waits_for_a_core_is_busy(
     said = iter(["7000000000 9000000000 1", f"{7_000_000_000 + ran * 10**6} {9_000_000_000 + waited * 10**6} 2"])
     monkeypatch.setattr(calls, "Path", lambda _: SimpleNamespace(read_text=lambda: next(said)))
     assert calls.busy(0.05) == busy
+
+
+def test_a_message_of_a_batch_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL has nothing to wait for in one of them: the batch as a whole has."""
+    monkeypatch.setattr(calls, "_messages", deque())
+    monkeypatch.setattr(calls, "counts", {})
+    monkeypatch.setattr(calls.dist, "get_process_group_ranks", lambda _: [4, 7])
+    send = calls.noted("send", lambda group, tensors, peer, tag: None)
+    assert send(SimpleNamespace(group_name="0"), [torch.ones(3)], 1, 0) is None
+    (message,) = calls.messages()
+    assert (message["kind"], message["bytes"], message["peer"], message["done"]) == ("send", 12, 7, True)
+
+
+def closed(listening: socket.socket) -> bool:
+    return listening.fileno() == -1
+
+
+def test_in_one_process_one_run_follows_another(monkeypatch: pytest.MonkeyPatch, eventually: Eventually) -> None:
+    """As in a notebook."""
+    monkeypatch.setattr(watcher, "watching", None)
+    for _ in range(2):
+        listening, own = watcher.listen(True, "", 0)
+        watcher.watch([own], "token", listening, 4.0)
+        watcher.leave()
+        eventually(partial(closed, listening), 5, "the end of the thread, which closes its socket")
 
 
 def test_addresses_that_somebody_has_removed_are_no_error(tmp_path: Path) -> None:

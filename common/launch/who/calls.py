@@ -69,7 +69,8 @@ def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         }
         _messages.append(message)
         work = function(group, tensors, peer, tag)
-        message["work"] = weakref.ref(work)
+        # NCCL gives none for one message of a batch: then nobody can wait for this one.
+        message["work"] = weakref.ref(work) if work is not None else lambda: None
         return work
 
     note.noted = True  # ty: ignore[missing-attribute]

@@ -199,7 +199,9 @@ def publish(folder: Path) -> None:
 
 
 def leave() -> None:
-    """This process ends."""
+    """This process ends, or, in a notebook, what it has run: another may begin."""
+    global watching
     if watching is not None and watching.pid == os.getpid():
         with contextlib.suppress(OSError):
             watching.close()
+        watching = None
