@@ -128,10 +128,10 @@ class Args:
     fast: bool = False
     """The scores of the stock BERT, up to rounding, with less arithmetic (fast_bert.py)."""
     mask: Annotated[float, arg(metavar="SHARE")] = 0.0
-    """Word dropout: share of the tokens that training replaces by [MASK], others each time."""
+    """Word dropout: share of the tokens that training replaces by [MASK], anew each time."""
     replicas: Annotated[int, arg(metavar="N")] = 1
     """On a CPU: replicas of the model in threads, as DataParallel has them on CUDA devices. With
-    dropout, two such runs differ: threads draw in no order."""
+    dropout, two such runs differ: threads draw in no fixed order."""
     seed: int = 0
     """Seed of the split, the parameters and the order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp")

@@ -3,8 +3,8 @@
     python -m examples.bert_dp.baseline             # the shipped reviews
     python -m examples.bert_dp.baseline --csv FILE  # takes seconds
 
-It counts characters and pairs of them (TF-IDF), and divides by a linear SVM. Each seed splits the
-reviews as `python -m examples.bert_dp --seed` does.
+It weights characters and pairs of them (TF-IDF), and separates the classes with a linear SVM. Each
+seed splits the reviews as `python -m examples.bert_dp --seed` does.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Args:
 
 
 def accuracy(reviews: Reviews, seed: int) -> float:
-    """Train on nine tenths of the reviews; the share of the others that is told rightly."""
+    """Train on nine tenths of the reviews; the share of the others that is classified correctly."""
     model = make_pipeline(TfidfVectorizer(analyzer="char", ngram_range=(1, 2)), LinearSVC())
     (texts, labels), (others, expected) = (
         ([reviews.texts[n] for n in part], [reviews.labels[n] for n in part])

@@ -109,14 +109,16 @@ def train(args: RobustTrainerArgs, device: torch.device) -> None:
         best = trainer.state.best_model_checkpoint  # which has been loaded
         broadcast_object(lambda: check_best(best))
         seconds = run.meters.seconds
-        seconds["train"] = output.metrics["train_runtime"] - seconds["eval"]
+        runtime = output.metrics["train_runtime"]  # of the whole call, with evaluation and saving
+        trained = output.metrics["train_samples_per_second"] * runtime
+        seconds["train"] = runtime - seconds["eval"]
 
         logits = torch.as_tensor(trainer.predict(samples(data.validation)).predictions)
         run.show_best(evaluation(logits.float(), data.validation.labels), trainer.state.best_metric)
         broadcast_object(lambda: save(args.out / "model", data.bert, data.tokenizer))
         run.print0(f"best model: {args.out / 'model'}, for from_pretrained and predict.py")
         run.finish(
-            samples_per_second=output.metrics["train_samples_per_second"],
+            samples_per_second=round(trained / seconds["train"], 1),
             parallel_mode=mode,
             parameter_hash=check_replicas(data.bert),
         )

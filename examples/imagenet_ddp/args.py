@@ -92,6 +92,11 @@ class Args:
             raise UserError(
                 "--evaluate needs weights: give --resume auto, --resume PATH or --pretrained"
             )
+        if self.evaluate and self.init is not None:
+            raise UserError(
+                f"--evaluate does not train, so there is nothing to start from {self.init}: give "
+                f"the weights to evaluate as --resume {self.init}"
+            )
         if self.replace and not self.survive:
             raise UserError("--replace is a flag of --survive: give both")
         if self.survive and (unknown := [flag for flag, given in self._not_survived() if given]):

@@ -9,7 +9,6 @@ from common.images.loader import eval_loader, warn_of_broken
 from common.images.sets import load_images
 from common.train.checks import check_replicas
 from common.train.evaluate import evaluate
-from common.train.loader import local_batch
 from common.train.run import Run
 from common.train.summary import show_evaluation, write_predictions
 from common.train.weights import load_model
@@ -25,9 +24,13 @@ def evaluate_only(args: Args, device: torch.device) -> None:
     data = load_images(args.images, args.seed, args.out)
     what = f"{args.recipe.arch} on {data}"
     apart = replace(args, out=args.out / "evaluation")  # what the training has written stays
-    with Run(apart, device, data, what=what, **args.options) as run:
-        batch_size = 2 * local_batch(args.global_batch)  # no gradients: twice that of training fits
-        loader = eval_loader(data.val, batch_size, run.amp, args.images.workers)
+    # What training has in memory at once; as nothing is trained, the ranks need not divide it.
+    world_size = dist.get_world_size()
+    micro_batch = max(1, args.global_batch // (world_size * args.accumulate))
+    options = args.options | {"batch_size": world_size * micro_batch}
+    with Run(apart, device, data, what=what, **options) as run:
+        # no gradients: twice as many images fit
+        loader = eval_loader(data.val, 2 * micro_batch, run.amp, args.images.workers)
         network = build_model(args.recipe, len(data.classes), data.size, device, training=False)
         model = run.amp.move(network)
         weights = load_model(args.resume, args.out, model)

@@ -92,6 +92,9 @@ class Flat(FlatGradients):
 class Shared(FlatGradients):
     """The gradients live in memory that the ranks of a node share: nothing is sent within a node.
 
+    With `wire` float32 each `parameter.grad` is a view of it, the same for all ranks: to be read
+    only. Clipping, or a `GradScaler`, would change the gradients of every rank.
+
     Args:
         model: the same on all ranks, on the CPU.
         wire: as in `FlatGradients`: half the bytes to write, add and read.

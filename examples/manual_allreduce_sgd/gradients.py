@@ -45,13 +45,18 @@ def chosen(
         scaler: of the loss.
 
     Raises:
-        UserError: as `averaging`; or an overflow of scaled losses would spoil what is remembered.
+        UserError: as `averaging`; or scaled losses would spoil what is remembered or shared.
     """
     remembers = args.compress in ("top-k", "powersgd") or args.algorithm in ("local-sgd", "diloco")
     if scaler.is_enabled() and remembers:
         raise UserError(
             "--precision fp16: gradients that overflow would stay in what top-k, powersgd, "
             "local-sgd and diloco remember; use --precision fp32 or bf16"
+        )
+    if scaler.is_enabled() and (args.algorithm, args.compress) == ("shared-memory", "no"):
+        raise UserError(
+            "--precision fp16: each rank would take the scale off the gradients that the ranks "
+            "share in memory; use --precision fp32 or bf16, or --compress fp16, which copies them"
         )
     match args.algorithm, args.compress:
         case "local-sgd", _:

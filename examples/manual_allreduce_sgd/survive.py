@@ -147,7 +147,7 @@ def member(local_number: int, number: int, place: Place, args: Args) -> None:
     """One process of the training.
 
     Args:
-        local_number: of the processes that its parent has started.
+        local_number: of the processes of this node.
         number: of this member, in the job.
         place: where its parent runs.
         args: the flags.

@@ -27,8 +27,8 @@ def predict(local: LocalStages, grid: Grid, batches: Iterable[Any]) -> tuple[Ten
         batches: this replica's images, labels and indices, on the device.
 
     Returns:
-        Probabilities [N, classes] and labels [N] on the process with the last stage, both on the
-        CPU; nothing on the others.
+        Logarithms of the probabilities [N, classes], and labels [N], on the process with the last
+        stage, both on the CPU; nothing on the others.
     """
     last = len(local.owners) - 1
     rows, targets = [torch.empty(0, *local.partition.blocks[-1].shape)], [torch.empty(0).long()]
@@ -47,7 +47,8 @@ def predict(local: LocalStages, grid: Grid, batches: Iterable[Any]) -> tuple[Ten
             if after != grid.pp_rank:
                 leaving.append(send(x, stage, grid.ranks[after], grid.pipeline, index + 1))
             elif index == last:
-                rows.append(x.float().softmax(dim=1).cpu())
+                # the logarithms: a small probability would be 0, and its loss infinite
+                rows.append(x.float().log_softmax(dim=1).cpu())
                 targets.append(labels.cpu())
         for message in leaving:
             message.work.wait()
@@ -84,8 +85,8 @@ def evaluate(local: LocalStages, grid: Grid, batches: Any, classes: int) -> Eval
         if not scores.isfinite().all():
             return None
         top = scores.topk(min(5, classes)).indices
-        loss = F.nll_loss(scores.double().log(), targets).item()
-        return classification_metrics(top, targets, classes, scores), loss
+        loss = F.nll_loss(scores.double(), targets).item()
+        return classification_metrics(top, targets, classes, scores.exp()), loss
 
     found = broadcast_object(summary)
     if found is None:

@@ -144,7 +144,8 @@ def _connect(grid: Grid) -> None:
 def average_over_replicas(stages: Sequence[nn.Module], grid: Grid) -> None:
     """Average gradients and BatchNorm's running statistics over the replicas, in one message.
 
-    Every rank calls this after backward; DDP would do the same.
+    Every rank calls this after backward. DDP averages gradients, too, but takes the statistics of
+    one rank.
 
     Args:
         stages: this process's stages.

@@ -64,6 +64,8 @@ def main(steps: int, checkpoint: Path) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if BATCH % dist.get_world_size():  # FSDP averages gradients as if all had the same share
+        raise SystemExit(f"{dist.get_world_size()} ranks do not divide BATCH {BATCH}: change one")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # and torch.cuda.set_device
     torch.manual_seed(0)  # FSDP broadcasts nothing: equal seeds make equal parameters
 

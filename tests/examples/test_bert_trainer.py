@@ -159,6 +159,8 @@ def test_the_trainer_keeps_the_contract(programs: Programs, robust: dict[int, Pa
     assert found["metrics"]["f1"] == found["metrics"]["best_f1"], "the best model is loaded at the end"
     assert (found["steps"], found["train_samples"], found["eval_samples"]) == (15, 180, 20)
     assert all(found["seconds"][name] > 0 for name in ("startup", "train", "eval", "total"))
+    trained = found["samples_per_second"] * found["seconds"]["train"]
+    assert trained == pytest.approx(found["epochs"] * found["train_samples"], rel=0.02), "without the evaluations"
     model, _ = load(out / "model")
     assert parameter_hash(model) == found["parameter_hash"]
     assert len(list((out / "checkpoints").glob("checkpoint-*/seal.json"))) == 3

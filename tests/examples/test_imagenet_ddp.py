@@ -313,7 +313,8 @@ def test_the_command_lines_of_pytorch_examples(programs: Programs, tmp_path: Pat
 
     def run(out: str, line: str) -> Path:
         words = line.replace("PORT", str(free_port)).replace("DIR", str(tmp_path / "DIR")).split()
-        programs.run(*TRAIN, *words, "--epochs", 1, "--out", tmp_path / out)
+        said = programs.run(*TRAIN, *words, "--epochs", 1, "--out", tmp_path / out).stderr
+        assert ("no CUDA device was found" in said) == ("--no-accel" not in line), "none is looked for"
         return tmp_path / out
 
     single = result(run("single", "-a resnet18 DIR"))
@@ -349,7 +350,10 @@ def test_evaluation_alone(programs: Programs, tmp_path: Path, tiny: Path, folder
     assert found["parameter_hash"] == trained["parameter_hash"]
     assert found["metrics"] | {"best_accuracy": 0} == trained["metrics"] | {"best_accuracy": 0}
     assert "evaluation of " in done.stdout
-    programs.run(*flags, "-e", "--resume", tmp_path / "best.safetensors", cwd=tiny)
+    # In smaller pieces, and by ranks that do not divide the batch.
+    more = ("--accumulate", 2, "--nproc", 3, "-b", 8)
+    programs.run(*flags, "-e", "--resume", tmp_path / "best.safetensors", *more, cwd=tiny)
+    assert result(tmp_path / "evaluation")["global_batch"] == 3, "8 by 3 ranks in 2 pieces"
     assert predictions(tmp_path / "evaluation") == predictions(tmp_path)
     assert result(tmp_path / "evaluation")["metrics"]["accuracy"] == trained["metrics"]["best_accuracy"]
     now = [(path, path.stat().st_mtime) for path in tmp_path.rglob("*") if path.is_file()]
@@ -420,6 +424,7 @@ def test_real_photographs_are_learned(programs: Programs, tmp_path: Path, real_d
         ),
         (["-e", "--resume", "auto", "DIR"], "out holds no checkpoint to evaluate"),
         (["-e", "DIR"], "--evaluate needs weights: give --resume auto"),
+        (["-e", "--pretrained", "--init", "x.pt", "DIR"], "give the weights to evaluate as --resume x.pt"),
     ],
 )
 def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[object], words: str) -> None:

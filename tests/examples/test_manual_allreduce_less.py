@@ -103,6 +103,7 @@ def test_another_number_of_ranks_keeps_the_mean() -> None:
         (["--every", 4], "--every is for diloco and local-sgd: leave it out"),
         (["--compress", "top-k", "--share", 2], "--share 2: give a number from 0 to 1"),
         (["--compress", "top-k", "--precision", "fp16"], "--precision fp16: .* use --precision fp32 or bf16"),
+        (["-a", "shared-memory", "--precision", "fp16"], "--precision fp16: .* share .* or --compress fp16, .*"),
     ],
 )
 def test_bad_input_is_one_line(programs: Programs, tmp_path: Path, flags: list[object], words: str) -> None:

@@ -6,18 +6,23 @@ import re
 import time
 from itertools import accumulate, combinations, product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from common.train.amp import MixedPrecision
 from common.train.precision import Precision
 from examples.resnet_pipeline.costs import LayerCost, measure
+from examples.resnet_pipeline.evaluate import evaluate
 from examples.resnet_pipeline.micro_batches import draw_sweep
 from examples.resnet_pipeline.model import build
 from examples.resnet_pipeline.operations import BY_HAND, operations, simulate
@@ -70,6 +75,25 @@ def test_biases_have_their_gradients_from_the_second_half() -> None:
 def test_replicas_of_a_pipeline_equal_the_unsplit_model(programs: Programs) -> None:
     """2 stages x 2 replicas: the gradients of 8 samples, whoever computed them."""
     assert "6 cases" in programs.run(*JOB, "--nproc", 4, "--cases", "replicas").stdout
+
+
+def test_a_class_that_is_out_of_the_question_does_not_end_the_run() -> None:
+    """Its probability in float32 is 0; its loss is that of float64."""
+    scores = torch.tensor([[0.0, 150.0], [3.0, 0.0]])
+    stage: Any = SimpleNamespace(shape=(2,))
+    local: Any = SimpleNamespace(
+        owners=[0], partition=SimpleNamespace(blocks=[stage]), stages={0: nn.Identity()}, modules=[],
+        neighbours=lambda *_: (0, 0),
+    )  # fmt: skip
+    grid: Any = SimpleNamespace(pp_rank=0, dp_rank=0, dp_size=1)
+    batches = DataLoader(TensorDataset(scores, torch.zeros(2).long(), torch.arange(2)), 2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = evaluate(local, grid, batches, 2)
+    finally:
+        dist.destroy_process_group()
+    assert found.loss == pytest.approx(F.cross_entropy(scores.double(), torch.zeros(2).long()).item())
+    assert found.metrics["accuracy"] == 0.5
 
 
 def sent(op: Op) -> Op:

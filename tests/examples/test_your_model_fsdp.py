@@ -94,6 +94,12 @@ def test_killed_while_it_saves_the_checkpoint_before_is_whole(programs: Programs
     assert list(losses(train(programs, 1, tmp_path / "checkpoint", 1))) == [4]
 
 
+def test_ranks_that_do_not_divide_the_batch_are_refused(programs: Programs, tmp_path: Path) -> None:
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 3, "-m", "examples.your_model.fsdp")
+    done = programs.run(*words, "--steps", 1, "--checkpoint", tmp_path, code=1)
+    assert "3 ranks do not divide BATCH 16: change one" in done.stderr
+
+
 def test_the_page_quotes_the_program() -> None:
     page = (ROOT / "docs" / "en" / "model-does-not-fit.md").read_text()
     (quoted,) = re.findall(r"```python\n(.*?)```", page, re.S)
