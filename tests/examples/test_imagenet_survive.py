@@ -183,7 +183,11 @@ def test_an_undisturbed_run_ends_as_train_does(programs: Programs, tmp_path: Pat
     assert all((best[0][name] == best[1][name]).all() for name in best[0])
 
 
+# A newcomer that came before the others have noticed the loss would be let in at once, and knock at nobody's door.
+JOINED = "    store = join(local_number, place)\n"
+NOTICED = f"{JOINED}    if number >= place.world_size:\n        store.wait(['1/members'])\n"
 WAIT = (
+    (f"{FOLDER}/survive.py", JOINED, NOTICED),
     (GENERATION, "float(self.membership.somebody_knocks())", "float(await_knock(self.membership, self.unit))"),
     (GENERATION, "        _, step = self.replica", "        self.unit = unit\n        _, step = self.replica"),
 )

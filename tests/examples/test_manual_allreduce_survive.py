@@ -168,7 +168,11 @@ def test_mutations_are_seen(programs: Programs, tmp_path: Path, data: ImageData,
 # ------------------------------------------------------------------------------------------------------- newcomers
 
 
+# A newcomer that came before the others have noticed the loss would be let in at once, and knock at nobody's door.
+JOINED = "    store = join(local_number, place)\n"
+NOTICED = f"{JOINED}    if number >= place.world_size:\n        store.wait(['1/members'])\n"
 WAIT = (
+    ("survive.py", JOINED, NOTICED),
     ("survive.py", "float(membership.somebody_knocks())", "float(await_knock(membership, done))"),
     ("survive.py", "import NOTHING, ", "import NOTHING, await_knock, "),
 )
