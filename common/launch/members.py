@@ -94,7 +94,7 @@ def keep(
                     say(f"lost member {number}: {signal.Signals(-code).name}")
                     if replace:
                         newcomer = place.world_size + store.add("newcomers", 1) - 1
-                        begin(local_number, newcomer)  # whose local number nobody has now
+                        begin(local_number, newcomer)  # nobody else has this local number now
     finally:
         for *_, process in running.values():
             process.kill()

@@ -46,13 +46,16 @@ def check_gradients(model: nn.Module) -> None:
     DDP would wait in the next step for the gradients that do not come.
 
     Raises:
-        UserError: parameters without gradient; they are named.
+        UserError: parameters without gradient; they are named, or none has one.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     unused = [name for name, p in trained if p.grad is None]
-    if len(unused) == len(trained):  # by `zero_grad` after the step: nothing can be seen any more
-        return
     if unused and not getattr(model, "find_unused_parameters", True):
+        if len(unused) == len(trained):
+            raise UserError(
+                "no parameter has a gradient after the first step: call loss.backward(), and "
+                "optimizer.zero_grad() before it, not after the step, which hides what is missing"
+            )
         names = ", ".join(name.removeprefix("module.") for name in unused[:5])
         raise UserError(
             f"no gradient reaches {names}: use them in forward, freeze them, or give "

@@ -19,8 +19,8 @@ def test_buckets_are_laid_out_where_ddp_moves_its_inputs() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_parameters_without_gradient_are_named_unless_all_were_reset() -> None:
-    """`zero_grad` may come after the step, too."""
+def test_parameters_without_gradient_are_named_and_what_to_do_if_none_has_one() -> None:
+    """Without `backward`, or with `zero_grad` after the step."""
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
     ddp(torch.ones(4, 3)).sum().backward()
     check_gradients(ddp)
@@ -28,7 +28,8 @@ def test_parameters_without_gradient_are_named_unless_all_were_reset() -> None:
     with pytest.raises(UserError, match=r"^no gradient reaches 1\.bias: use them in forward, freeze them, or give"):
         check_gradients(ddp)
     ddp.zero_grad()
-    check_gradients(ddp)
+    with pytest.raises(UserError, match=r"^no parameter has a gradient .*zero_grad\(\) before it, not after the step"):
+        check_gradients(ddp)
 
 
 @pytest.mark.parametrize(("saved", "there"), [(1, 1), (2, 2), (8, 8), (8, 2), (2, 8), (2, 0)])

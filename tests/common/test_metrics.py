@@ -92,7 +92,7 @@ def test_dropout_is_off_in_evaluation_only() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_an_empty_test_set_is_named() -> None:
-    """And is no divergence, though the mean of nothing is not a number."""
+    """It is not reported as a divergence, although the mean of nothing is not a number."""
     nothing = DataLoader(TensorDataset(torch.ones(0, 3), torch.ones(0).long(), torch.arange(0)), 4)
     with pytest.raises(UserError, match=r"^the test set is empty"):
         evaluate(nn.Linear(3, 2), nothing, 2, nullcontext)
