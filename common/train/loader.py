@@ -9,8 +9,12 @@ import gc
 import multiprocessing
 import re
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from multiprocessing import util
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -146,6 +150,8 @@ def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
         UserError: a worker has found a mistake of the user, or no batch came in time.
     """
     _end_loader_workers_at_exit()
+    if getattr(batches, "num_workers", 0) and sys.version_info < (3, 12):
+        wait_for_threads()
     try:
         iterator = iter(batches)
         # With pinned memory, torch's loader has registered a wait of 5 s for each worker, which it
@@ -175,6 +181,32 @@ def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
         # A loader that the garbage collector finds cannot tell its workers to end, since their
         # queues are taken down before it: it would wait 5 s for each of them, and again.
         del mistake
+
+
+def wait_for_threads(longest: float = 1.0) -> None:
+    """Wait until no other thread of this process computes, to fork without one inside a lock.
+
+    When a collective has returned, its thread still gives back the tensors. For this it enters
+    Python's list of threads, whose lock a forked child of Python 3.11 waits for before it makes
+    its own: if the fork comes just then, it waits for ever. Python 3.12 makes its own first.
+
+    Args:
+        longest: in seconds; a thread of the user may compute all the time.
+    """
+    end = time.monotonic() + longest
+    while time.monotonic() < end:
+        time.sleep(0.01)  # gives up Python's lock, for which a thread may wait as well
+        if not any(map(_computes, Path("/proc/self/task").glob("*/stat"))):
+            return
+
+
+def _computes(stat: Path) -> bool:
+    # only Linux forks; there, proc(5): the number of the thread, its (name), its state
+    try:
+        number, _, rest = stat.read_text().partition(" ")
+    except OSError:  # it has ended
+        return False
+    return int(number) != threading.get_native_id() and rest.rpartition(")")[2].split()[0] == "R"
 
 
 @functools.cache

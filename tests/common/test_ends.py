@@ -189,3 +189,24 @@ for loader in loaders:
 def test_loader_workers_have_ended_when_torch_waits_for_them(programs: Programs) -> None:
     """With pinned memory, torch registers what this loader does: 5 s for each worker, which nobody has told to end."""
     assert programs.run("-c", PINNED).stdout.split() == ["-9"] * 4
+
+
+FORKED = """
+import hashlib, os, threading
+from functools import partial
+from types import SimpleNamespace
+from torch.utils.data import DataLoader
+from common.train import loader
+
+loader.sys = SimpleNamespace(version_info=(3, 11))
+loader.wait_for_threads = partial(loader.wait_for_threads, longest=60)
+computing = threading.Thread(target=hashlib.sha256, args=[bytes(1 << 28)])  # without Python's lock
+os.register_at_fork(before=lambda: print(computing.is_alive()))
+computing.start()
+assert len(list(loader.unwrapped(DataLoader(range(8), num_workers=2, multiprocessing_context="fork")))) == 8
+"""
+
+
+def test_workers_are_forked_when_no_thread_computes(programs: Programs) -> None:
+    """With Python 3.11, a child that is forked while a thread starts to use Python waits for ever."""
+    assert programs.run("-c", FORKED).stdout.split() == ["False"] * 2
