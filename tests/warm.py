@@ -3,7 +3,7 @@
 Importing the libraries costs 5 to 8 seconds of a core, and the tests start several hundred programs. A warm program is
 a process like any other, with a session, pipes and an exit code of its own, a child of whoever started it; it imports
 the project's modules itself, from its own folder. Processes that programs start are warm as well: the server from
-which `multiprocessing` forks workers, the workers of torchrun, and the programs that `benchmarks.gpu` compares.
+which `multiprocessing` forks workers, the workers of torchrun, and the programs that benchmarks compare.
 
 What warm programs do not show is what they import and in which order: that is what the documented commands are for,
 which the tests start from nothing, like every program with `cold=True` or a variable that libraries read when imported.
@@ -41,10 +41,8 @@ ALSO: list[str] = []  # what the tests of an example import besides, added to be
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 COLD = "DDP_TEST_COLD"  # set to 1, it switches all of this off
 THREADS = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")  # how they wait for work, and how many: passed on to all programs
-STARTERS = {  # programs that start programs, and the module whose `Popen` does it
-    "torch.distributed.run": "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
-    "benchmarks.gpu": "benchmarks.gpu_checks",
-}
+STARTERS = ("torch.distributed.run", "benchmarks.")  # programs that start programs
+TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # has taken `Popen`
 SPACE = "DDP_TEST_NETNS"  # the network namespace that a program enters
 MARK = "DDP_TEST_RUN"  # inherited by every process that a test starts, so that leftovers can be found
 SET_NAME, SET_CHILD_SUBREAPER = 15, 36  # of prctl(2)
@@ -71,7 +69,11 @@ def possible(words: list[str], env: dict[str, str]) -> bool:
     """Whether a fork can do it: a module, a script, or code, without flags of Python itself."""
     if os.environ.get(COLD) == "1" and SPACE not in env:
         return False
-    return (words[0] in ("-m", "-c") or words[0][0] != "-") and not any(n.startswith(READ_AT_IMPORT) for n in env)
+    return forkable(words) and not any(name.startswith(READ_AT_IMPORT) for name in env)
+
+
+def forkable(words: list[str]) -> bool:
+    return words[0] in ("-m", "-c") or words[0][0] != "-"
 
 
 class Warm(subprocess.Popen[str]):
@@ -94,6 +96,9 @@ class Warm(subprocess.Popen[str]):
         pipes = others[9:15]  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
         output, error = (1 if pipes[3] == -1 else pipes[3]), (2 if pipes[5] == -1 else pipes[5])
         words = [str(word) for word in args[1:] if word != "-u"]
+        if args[0] != sys.executable or not forkable(words):  # of a program, which starts others as well
+            super()._execute_child(args, *others)  # ty: ignore[missing-attribute]
+            return
         request = json.dumps([words, dict(os.environ if env is None else env), str(cwd or Path.cwd())])
         with self.lock:
             assert self.server is not None
@@ -175,8 +180,8 @@ def become(request: Request) -> NoReturn:
     # On a busy machine it took longer than the second after which another node writes, so that it never came to write.
     inspect.modulesbyfile[str(Path("<frozen runpy>").absolute())] = "runpy"
     util.spawnv_passfds = spawnv_passfds  # ty: ignore[invalid-assignment]
-    if what in STARTERS:
-        warm_children(STARTERS[what])
+    if what.startswith(STARTERS):
+        warm_children()
     if kind == "-m":
         run_and_end(lambda: runpy._run_module_as_main(what))  # ty: ignore[missing-attribute]
     if kind == "-c":
@@ -243,7 +248,7 @@ def run_and_end(program: Callable[[], object]) -> NoReturn:
     os._exit(code)  # taking down the interpreter would print what Triton's bindings leak
 
 
-def warm_children(starter: str) -> None:
+def warm_children() -> None:
     """Give the program that this process becomes a server of its own for those that it starts."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -253,7 +258,8 @@ def warm_children(starter: str) -> None:
         become(serve(theirs))
     theirs.close()
     Warm.connect(ours)
-    vars(importlib.import_module(starter))["Popen"] = Warm
+    for module in (subprocess, importlib.import_module(TORCHRUNS)):
+        vars(module)["Popen"] = Warm
 
 
 def draw_once() -> None:

@@ -202,6 +202,40 @@ def test_addresses_that_somebody_has_removed_are_no_error(tmp_path: Path) -> Non
     answers.close()
 
 
+READ = """
+from types import SimpleNamespace
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+from common.launch.who import calls
+
+dump, did = c10d._dump_fr_trace_json, []
+c10d._dump_fr_trace_json = lambda **how: did.append("reads") or dump(**how)
+calls.time = SimpleNamespace(sleep=lambda seconds: did.append("waits"))
+
+def read():
+    did.clear()
+    calls.counted()
+    print(*did, len(calls.collectives(lines=False)))
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+read()
+dist.barrier()
+for _ in range(2):
+    read()
+dist.destroy_process_group()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+read()
+dist.barrier()
+read()
+"""
+
+
+def test_the_recorder_is_not_read_while_a_group_enters_it(programs: Programs) -> None:
+    """At its first collective; who reads then can end with SIGSEGV. A later group may have the same name."""
+    found = programs.run("-c", READ).stdout.splitlines()
+    assert found == ["0", "waits reads 1", "reads 1", "0", "waits reads 2"]
+
+
 def test_without_torchs_recorder_no_call_is_guessed(programs: Programs) -> None:
     env = {"TORCH_FR_BUFFER_SIZE": "0"}
     done = programs.run(
