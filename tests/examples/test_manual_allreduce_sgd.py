@@ -74,7 +74,8 @@ def reference(small: Path) -> tuple[DigitNet, list[float]]:
 def test_every_algorithm_equals_a_plain_loop(
     programs: Programs, tmp_path: Path, small: Path, reference: tuple[DigitNet, list[float]], nproc: int
 ) -> None:
-    done = programs.run(*JOBS, "trainings", "--nproc", nproc, "--dataset", small, "--folder", tmp_path)
+    quiet = {"HYPOTHESIS_NO_PLUGINS": "1"}  # that of trio, which Selenium needs, warns
+    done = programs.run(*JOBS, "trainings", "--nproc", nproc, "--dataset", small, "--folder", tmp_path, env=quiet)
     assert done.stderr == NO_GPU * (len(WAYS) + 2)
     model, expected = reference
     data = idx_folder(small)
