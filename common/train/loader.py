@@ -187,8 +187,8 @@ def wait_for_threads(longest: float = 1.0) -> None:
     """Wait until no other thread of this process computes, to fork without one inside a lock.
 
     When a collective has returned, its thread still gives back the tensors. For this it enters
-    Python's list of threads, whose lock a forked child of Python 3.11 waits for before it makes
-    its own: if the fork comes just then, it waits for ever. Python 3.12 makes its own first.
+    Python's list of threads, and a child that is forked just then inherits the list locked. With
+    Python 3.11 it waits for that lock, which nobody opens; Python 3.12 replaces the lock first.
 
     Args:
         longest: in seconds; a thread of the user may compute all the time.

@@ -208,5 +208,5 @@ assert len(list(loader.unwrapped(DataLoader(range(8), num_workers=2, multiproces
 
 
 def test_workers_are_forked_when_no_thread_computes(programs: Programs) -> None:
-    """With Python 3.11, a child that is forked while a thread starts to use Python waits for ever."""
+    """With Python 3.11, a child that is forked while a thread starts to use Python never comes to run."""
     assert programs.run("-c", FORKED).stdout.split() == ["False"] * 2

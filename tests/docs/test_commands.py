@@ -42,13 +42,17 @@ main(sys.argv[2:])
 
 
 def to_run(pages: list[Path]) -> list[tuple[Path, int, str]]:
-    """The blocks that are run: all but those that say why not, and those whose commands all stand in earlier ones."""
+    """The blocks that are run: all but those that say why not, and those whose commands all stand in earlier ones.
+
+    Each runs in an empty folder: a command that only writes elsewhere is the same.
+    """
     found, known = [], set[str]()
     for page in pages:
         for number, block in enumerate(shell_blocks(page.read_text())):
-            if block.run and page.name not in ELSEWHERE and not known.issuperset(block.commands):
+            commands = {re.sub(r" --out \S+", "", command) for command in block.commands}
+            if block.run and page.name not in ELSEWHERE and not known.issuperset(commands):
                 found.append((page, number, block.code))
-                known.update(block.commands)
+                known.update(commands)
     return found
 
 
