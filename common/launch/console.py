@@ -8,9 +8,10 @@ from typing import TextIO
 
 
 def say(text: str, file: TextIO | None = None) -> bool:
-    """Print on standard output, at once; if nobody reads any more (`| head`), go on in silence.
+    """Print on standard output, at once; if nobody reads any more, go on in silence.
 
-    A training shall not end because its reader has seen enough.
+    A training shall not end because its reader has seen enough (`| head`), its terminal has been
+    closed, or the disk of its log is full.
 
     Args:
         text: one line or more, without the last newline. It is one write, so that lines of several
@@ -23,7 +24,7 @@ def say(text: str, file: TextIO | None = None) -> bool:
     file = file or sys.stdout
     try:
         print(f"{text}\n", end="", file=file, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what is left to flush goes there
         return False
     return True

@@ -5,6 +5,7 @@ and does more: an error is one line for the whole job, a signal is answered, and
 what happened.
 """
 
+import contextlib
 import functools
 import os
 import signal
@@ -165,7 +166,8 @@ def _stop_without_main_thread(patience: float = 2.0) -> None:
         while True:
             signum = os.read(reading, 1)[0]
             if signum == signal.SIGUSR1:
-                report.show(twice=True)
+                with contextlib.suppress(Exception):  # the thread is needed for the other signals
+                    report.show(twice=True)
             if signum in STOPPING and signal.getsignal(signum) is _stop_now:
                 time.sleep(patience)
                 if signal.getsignal(signum) is _stop_now:

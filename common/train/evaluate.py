@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common.launch.collectives import broadcast_buffers, broadcast_object
 from common.launch.errors import UserError
 from common.train.ddp import bare
+from common.train.loader import unwrapped
 
 MANY = 100  # classes, above which AUC is left out: it needs all scores of all samples on one rank
 PIECE = 1 << 25  # bytes that all ranks together send at once
@@ -113,7 +114,7 @@ def evaluate(
     device = next(model.parameters()).device
     best, scored = min(5, classes), classes if classes <= MANY else 0
     rows = [torch.empty(0, 2 + best + scored)]  # a shard may be empty
-    for images, labels, _ in loader:
+    for images, labels, _ in unwrapped(loader):
         with autocast():
             logits = model(images.to(device, non_blocking=True)).float()  # [B, classes]
         if logits.shape != (len(labels), classes):

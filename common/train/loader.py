@@ -7,6 +7,7 @@ import atexit
 import functools
 import gc
 import multiprocessing
+import os
 import re
 import signal
 import sys
@@ -113,16 +114,9 @@ def _numbered(batches: Iterator[Any], samples: int, full: bool) -> Iterator[Any]
 
 
 def _complete(loader: "DataLoader[Any]", seed: int) -> None:
-    """Give a loader what its program has left at the defaults.
-
-    A generator of its own: drawing from the global one would make resuming inexact. A time-out and
-    a start for its workers.
-    """
+    """Give a loader a generator: drawing from the global one would make resuming inexact."""
     loader.generator = loader.generator or torch.Generator()
     loader.generator.manual_seed(seed)
-    if loader.num_workers:
-        loader.timeout = loader.timeout or current().flags.timeout
-        loader.worker_init_fn = loader.worker_init_fn or start_worker
 
 
 def default_workers(device: torch.device) -> int:
@@ -146,12 +140,16 @@ def start_worker(number: int) -> None:
 def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
     """The batches of a loader; a user's mistake found by a worker comes without its traceback.
 
+    Workers get what the program has left at the defaults: a time-out and a start.
+
     Raises:
         UserError: a worker has found a mistake of the user, or no batch came in time.
     """
     _end_loader_workers_at_exit()
-    if getattr(batches, "num_workers", 0) and sys.version_info < (3, 12):
-        wait_for_threads()
+    _wait_before_forks()
+    if isinstance(batches, DataLoader) and batches.num_workers:
+        batches.timeout = batches.timeout or current().flags.timeout
+        batches.worker_init_fn = batches.worker_init_fn or start_worker
     try:
         iterator = iter(batches)
         # With pinned memory, torch's loader has registered a wait of 5 s for each worker, which it
@@ -183,7 +181,13 @@ def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:
         del mistake
 
 
-def wait_for_threads(longest: float = 1.0) -> None:
+@functools.cache
+def _wait_before_forks() -> None:
+    if sys.version_info < (3, 12):
+        os.register_at_fork(before=wait_for_threads)
+
+
+def wait_for_threads(longest: float = 0.25) -> None:
     """Wait until no other thread of this process computes, to fork without one inside a lock.
 
     When a collective has returned, its thread still gives back the tensors. For this it enters

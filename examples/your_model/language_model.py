@@ -34,6 +34,7 @@ from common.launch.rendezvous import JOB
 from common.launch.spawn import launch
 from common.train.ddp import warm_up_buckets
 from common.train.evaluate import ordered_predictions
+from common.train.loader import unwrapped
 from common.train.run import Run
 from examples.your_model.args import TextArgs as Args
 
@@ -115,7 +116,7 @@ def evaluate(
     broadcast_buffers(model.module)  # BatchNorm's, if there is one: each rank has its own
     bare, device = model.module.eval(), next(model.parameters()).device
     losses = [torch.empty(0)]  # of each sample; a shard may be empty
-    for inputs, labels, _ in loader:
+    for inputs, labels, _ in unwrapped(loader):
         with autocast():
             logits = bare(inputs.to(device)).float()
         each = F.cross_entropy(logits.transpose(1, 2), labels.to(device), reduction="none")

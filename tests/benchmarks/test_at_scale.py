@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.at_scale import CLUSTERS, GPUS, RANKS, WAYS, Cluster, flat_ring, tree, two_levels
@@ -35,6 +35,7 @@ def test_the_flat_ring_is_a_ring(cluster: Cluster, nodes: int, size: float) -> N
     assert max(latency, whole - latency) * 0.99 <= simulated(cluster, nodes, size) <= whole * 1.01
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.floats(0, 1e9))
 def test_one_node_is_the_same_for_all_rings(exponent: int, size: float) -> None:
     for cluster in CLUSTERS.values():

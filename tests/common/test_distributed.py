@@ -216,7 +216,7 @@ def test_a_rank_that_the_watchdog_of_nccl_ends_has_lost_another(
 ) -> None:
     """The watchdog aborts the process: the line and the exit code are those of every lost process."""
     (notes := tmp_path / "notes").touch()
-    flags = ("--timeout", 2)
+    flags = ("--timeout", round(here(2)))
     words = (*JOBS, "abandoned", *flags, *launcher)
     if launcher == ("torchrun",):
         words = ("-m", "torch.distributed.run", "--nproc-per-node", 2, *JOBS, "abandoned", *flags)
@@ -453,12 +453,13 @@ def test_a_port_in_use_is_named(programs: Programs) -> None:
 
 
 def test_a_missing_node_is_named(programs: Programs, free_port: int) -> None:
-    url = ("--dist-url", f"tcp://127.0.0.1:{free_port}", "--world-size", 2, "--timeout", 2)
+    patience = round(here(2))
+    url = ("--dist-url", f"tcp://127.0.0.1:{free_port}", "--world-size", 2, "--timeout", patience)
     started = time.monotonic()
     done = programs.run(*JOBS, "place", *url, "--rank", 0, "--nproc", 2, code=2)
-    assert time.monotonic() - started < here(2 + 10), "with starting"
+    assert time.monotonic() - started < patience + here(10), "with starting"
     assert done.stderr.startswith(
-        "error: 2 of 4 processes joined within 2 s; missing: rank 2, 3. "
+        f"error: 2 of 4 processes joined within {patience} s; missing: rank 2, 3. "
         f"This is node 0 of 2; they meet at 127.0.0.1:{free_port}. Start the others with this address, correct --nnodes"
     )
     assert done.stderr.count("\n") == 1

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from common.launch import last_words, place, rendezvous
+from common.launch.console import say
 from common.launch.flags import Launch
 from common.launch.place import Place
 from common.launch.spawn import _Watch
@@ -210,3 +211,41 @@ assert len(list(loader.unwrapped(DataLoader(range(8), num_workers=2, multiproces
 def test_workers_are_forked_when_no_thread_computes(programs: Programs) -> None:
     """With Python 3.11, a child that is forked while a thread starts to use Python never comes to run."""
     assert programs.run("-c", FORKED).stdout.split() == ["False"] * 2
+
+
+EVALUATED = """
+import signal
+import torch
+import torch.distributed as dist
+from contextlib import nullcontext
+from torch import nn
+from torch.utils.data import DataLoader, get_worker_info
+from common.train.evaluate import evaluate
+
+class Ones:
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        if index == 0:
+            print(get_worker_info().dataset is self, signal.getsignal(signal.SIGTERM).name, flush=True)
+        return torch.ones(2), 0, index
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+loader = DataLoader(Ones(), 2, num_workers=1)
+evaluate(nn.Linear(2, 2), loader, 2, nullcontext)
+print(loader.timeout)
+"""
+
+
+def test_workers_of_an_evaluation_have_what_those_of_training_have(programs: Programs) -> None:
+    """A start that leaves signals to the rank, and a time-out."""
+    assert programs.run("-c", EVALUATED).stdout.splitlines() == ["True SIG_IGN", "120.0"]
+
+
+def test_a_closed_terminal_does_not_end_a_training() -> None:
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        assert say("it is read", terminal)
+        os.close(ours)
+        assert not say("it is not", terminal)
+        assert say("nor is what follows", terminal)

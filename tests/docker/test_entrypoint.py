@@ -372,7 +372,7 @@ def test_torchrun_with_the_codes_of_its_workers(
     assert newest_step(tmp_path) > stopped
 
 
-SLOW_TORCHRUN = ("-m", "torch.distributed.run", "--monitor-interval", "2", "--max-restarts")  # so that ends are seen
+SLOW_TORCHRUN = ("-m", "torch.distributed.run", "--monitor-interval", "3", "--max-restarts")  # so that ends are seen
 ENDS = {
     "SIGKILL": "import os; os.kill(os.getpid(), 9)",
     "SIGSEGV": "import os; os.kill(os.getpid(), 11)",

@@ -590,17 +590,17 @@ def test_the_batch_script_saves_queues_itself_again_and_goes_on(
     words = ["bash", "examples/imagenet_ddp/job.sbatch", *map(str, FLAGS), "--checkpoint-every", "1"]
     words += ["--out", str(tmp_path / "out"), str(folder)]
 
-    def batch_job() -> subprocess.Popen[str]:
-        return subprocess.Popen(words, cwd=tiny, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    def batch_job(code: Path) -> subprocess.Popen[str]:
+        return subprocess.Popen(words, cwd=code, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
-    job = batch_job()
+    job = batch_job(tiny_imagenet(tmp_path / "slow", slow(0.1)))
     eventually(lambda: newest_step(tmp_path / "out") >= 9, 60, "a checkpoint")
     for pid in (tmp_path / "tasks").read_text().split():  # as --signal=TERM@180 does
         os.kill(int(pid), signal.SIGTERM)
     assert "checkpoint at step" in programs.finish(job, code=143).stderr
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     (tmp_path / "asked").unlink()
-    programs.finish(batch_job())
+    programs.finish(batch_job(tiny))
     assert not (tmp_path / "asked").exists()
     assert result(tmp_path / "out")["launcher"] == "slurm"
     assert result(tmp_path / "out")["parameter_hash"] == result(undisturbed[2])["parameter_hash"]

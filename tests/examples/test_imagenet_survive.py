@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.conftest import ROOT, Programs
+from tests.machine import here
 from tests.make_data import draw_folder
 from tests.runs import losses, mutated, result
 
@@ -219,7 +220,7 @@ def test_mutations_are_seen(programs: Programs, tmp_path: Path, images: Path, na
     faults, then = list(MOMENTS.values())[number]
     copy, out = with_faults(tmp_path / "project", tuple(faults), (change[0], change[1], change[2])), tmp_path / "out"
     process = programs.start(*TRAIN, "--survive", "--ema", 0.5, "--out", out, images, cwd=copy)
-    process.communicate(timeout=200)
+    process.communicate(timeout=here(200))
     with pytest.raises((AssertionError, FileNotFoundError)):
         check(programs, copy, out, [(0, ALL), *then, (STEPS, then[-1][1])])
 

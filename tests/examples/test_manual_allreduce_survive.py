@@ -204,7 +204,7 @@ def test_a_silent_rank_is_given_up_and_comes_back(
     eventually(lambda: "after step 4: members 0, 2\n" in log.read_text(), 60, "the others go on")
     (silent,) = re.findall(r"^member 1 is process (\d+)$", log.read_text(), re.MULTILINE)
     os.kill(int(silent), signal.SIGCONT)
-    assert process.wait(120) == 0, log.read_text()
+    assert process.wait(here(120)) == 0, log.read_text()
     check(data, out, [(0, ALL), (4, LEFT), (7, ALL), (STEPS, ALL)])
 
 

@@ -75,7 +75,7 @@ class Jobs:
     def __getitem__(self, name: str) -> Job:
         (module, *flags), every = TRAININGS[name]
         flags = [self.drawn if flag == "FOLDER" else flag for flag in flags]
-        words = ("-m", f"examples.{module}", *flags, "--precision", "fp32")
+        words = ("-m", f"examples.{module}", *flags, "--precision", "fp32", "--threads", 1)
         return Job(words, every, self.folder / "code")
 
     def whole(self, name: str, nproc: int = NPROC) -> Path:

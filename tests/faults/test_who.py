@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.launch.who import ask, calls, report, watcher
+from common.launch.who import ask, calls, process, report, watcher
 from common.launch.who.verdict import verdict
 from tests.conftest import Programs
 from tests.faults import mistakes
@@ -166,8 +166,8 @@ def test_a_main_thread_that_runs_or_waits_for_a_core_is_busy(
 ) -> None:
     """Of 50 ms, more than half; both numbers of the kernel are in nanoseconds."""
     said = iter(["7000000000 9000000000 1", f"{7_000_000_000 + ran * 10**6} {9_000_000_000 + waited * 10**6} 2"])
-    monkeypatch.setattr(calls, "Path", lambda _: SimpleNamespace(read_text=lambda: next(said)))
-    assert calls.busy(0.05) == busy
+    monkeypatch.setattr(process, "Path", lambda _: SimpleNamespace(read_text=lambda: next(said)))
+    assert process.busy(0.05) == busy
 
 
 def test_a_message_of_a_batch_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ READ = """
 from types import SimpleNamespace
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from common.launch.who import calls
+from common.launch.who import calls, process
 
 dump, did = c10d._dump_fr_trace_json, []
 c10d._dump_fr_trace_json = lambda **how: did.append("reads") or dump(**how)

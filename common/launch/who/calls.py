@@ -1,42 +1,35 @@
-"""What this process does: its last collectives and messages, and where its main thread is.
+"""What this process has asked of others: its last collectives and messages.
 
 Collectives are read from torch's flight recorder, which records them anyway, when somebody asks.
 Messages are not in it under gloo, so `note_messages` keeps the last ones.
 """
 
 import importlib
-import linecache
-import os
 import pickle
 import sys
-import sysconfig
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "stdlib"))
-OURS = str(Path(__file__).parents[2]) + os.sep  # common/
+from common.launch.who import process
+
 # What a rank waits in when it waits for its data.
 LOADERS = ("torch/utils/data/dataloader.py", "common/train/loader.py", "common/images/loader.py")
 SIZES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Int": 4, "Long": 8, "Short": 2}
 LAST = 24  # calls that are told
-Frame = tuple[str, int, str]  # file, line, function
 
 progress: dict[str, Any] = {}
 """What the training says of itself: `step`, and what `python -m common.top` shows."""
 _messages: deque[dict[str, Any]] = deque(maxlen=LAST)
 counts: dict[str, int] = {}
 """Messages of this process, by kind."""
-_recorded: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_recorded: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
 
 
 def note_messages() -> None:
@@ -113,18 +106,26 @@ def groups() -> dict[dist.ProcessGroup, str]:
     return {group: name for group, name in names.items() if isinstance(group, dist.ProcessGroup)}
 
 
+def begun() -> dict[dist.ProcessGroup, dict[str, int]]:
+    """How many calls of each group have begun, by the device whose backend it is."""
+    number = c10d.Backend._get_sequence_number_for_group  # ty: ignore[missing-attribute]
+    return {
+        group: {str(on): number(group._get_backend(on)) for on in group._device_types}
+        for group in groups()
+    }
+
+
 def readable() -> bool:
     """Whether the flight recorder may be read now: not while a group's first collective begins.
 
     The recorder takes the group into its table then, and reading the table does not wait for that:
     an empty place in it ended the process with SIGSEGV (torch 2.15, 7 of 1,500 that looked then).
     """
-    calls = dist.ProcessGroup._get_sequence_number_for_group  # ty: ignore[missing-attribute]
-    began = {group for group in groups() if calls(group)}
-    if not began <= set(_recorded):
+    began = {group: {on for on, count in by.items() if count} for group, by in begun().items()}
+    if not all(by <= _recorded.get(group, set()) for group, by in began.items()):
         time.sleep(0.01)  # a thousand times as long as it takes
         _recorded.update(began)
-    return bool(began)
+    return any(began.values())
 
 
 def recorded(lines: bool = True) -> Iterator[dict[str, Any]]:
@@ -177,7 +178,7 @@ def collectives(lines: bool = True) -> list[dict[str, Any]]:
             continue
         stack = entry.get("frames", [])
         frames = [(each["filename"], each["line"], each["name"]) for each in stack]
-        file, line, _ = (of_example(frames) or [("?", 0, "")])[0]
+        file, line, _ = (process.of_example(frames) or [("?", 0, "")])[0]
         shapes, kinds = entry["input_sizes"], entry["input_dtypes"]
         numbers = [torch.Size(shape).numel() for shape in shapes]
         sizes = [SIZES.get(kind, 1) for kind in kinds]
@@ -196,53 +197,3 @@ def collectives(lines: bool = True) -> list[dict[str, Any]]:
             }
         )
     return told
-
-
-def of_example(frames: Iterable[Frame]) -> list[Frame]:
-    """The frames that are the user's own; if there are none, those of this package.
-
-    Args:
-        frames: the innermost first.
-    """
-    own = [frame for frame in frames if not frame[0].startswith((*LIBRARIES, "<frozen"))]
-    return [frame for frame in own if not frame[0].startswith(OURS)] or own
-
-
-def main_thread(innermost: FrameType | None = None) -> list[Frame]:
-    """Where the main thread is, the innermost frame first."""
-    frame = innermost or sys._current_frames().get(threading.main_thread().ident or 0)
-    frames: list[Frame] = []
-    while frame is not None:
-        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return frames
-
-
-def busy(seconds: float = 0.05) -> bool:
-    """Whether the main thread uses a core, or waits for one only. Takes `seconds`."""
-    before = _wanted()
-    time.sleep(seconds)
-    return _wanted() - before > seconds / 2
-
-
-def _wanted() -> float:
-    """Seconds in which the main thread ran, or could have."""
-    try:
-        times = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()
-    except OSError:
-        return 0.0
-    return (int(times[0]) + int(times[1])) / 1e9
-
-
-def memory() -> int:
-    """Bytes of memory that this process occupies."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def source(file: str, line: int) -> str:
-    """A line of a program."""
-    return linecache.getline(file, line).strip()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from common.launch import place
-from common.launch.who import ask, calls
+from common.launch.who import ask, calls, process
 from common.launch.who.words import State, doing
 
 watching: "Watcher | None" = None
@@ -44,7 +44,8 @@ class Watcher:
         self.file: Path | None = None
         self._leaving = False
         self._active: tuple[float, set[tuple[str, int]]] = 0.0, set()
-        self._counted, self._changed = b"", 0.0
+        self._begun: list[dict[str, int]] = []
+        self._counted: bytes | None = None
         self.socket.settimeout(min(1.0, patience / 4))
         threading.Thread(target=self._serve, daemon=True, name="who").start()
 
@@ -59,17 +60,19 @@ class Watcher:
                     with _soon():
                         self.socket.sendto(json.dumps(self._answer()).encode(), sender)
             except TimeoutError:
-                self._look()
+                with contextlib.suppress(Exception):  # a group comes or goes
+                    self._look()
             except Exception:  # noqa: S112 - a report is not worth a traceback, nor an end
                 continue
 
     def _look(self) -> None:
-        """Keep what goes on if nothing has happened since the last look."""
-        counted = calls.counted()
-        if counted == self._counted and self._active[0] < self._changed:
+        """Keep what goes on if nothing has begun since the last look."""
+        begun = list(calls.begun().values())
+        if begun != self._begun:
+            self._begun, self._counted = begun, None
+        elif (counted := calls.counted()) != self._counted:
+            self._counted = counted
             self._active = time.time(), calls.active()
-        elif counted != self._counted:
-            self._counted, self._changed = counted, time.time()
 
     def _answer(self) -> State:
         state = self.frozen or self.state()
@@ -84,25 +87,25 @@ class Watcher:
         """What this rank does; with a traceback, what it did when it failed."""
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
-        frames = calls.main_thread(trace and trace.tb_frame)
+        frames = process.main_thread(trace and trace.tb_frame)
         if trace is not None:  # the line that failed, not the one that handles it
             frames = _lines_of(trace, frames)
         told = [*calls.collectives(), *calls.messages()]
         if trace is not None:
             self._mark_failed(told)
-        where = calls.of_example(frames)[:8]
+        where = process.of_example(frames)[:8]
         return {
             "rank": place.current().rank,
             "ranks": len(self.roll),
             "node": place.current().node_rank,
             "pid": self.pid,
             "loads": any(frame[0].endswith(calls.LOADERS) for frame in frames),
-            "busy": trace is None and calls.busy(),
+            "busy": trace is None and process.busy(),
             "where": where,
-            "code": calls.source(*where[0][:2]) if where else "",
+            "code": process.source(*where[0][:2]) if where else "",
             "calls": sorted(told, key=lambda call: call["made"]),
             "now": time.time(),
-            "memory": calls.memory(),
+            "memory": process.memory(),
             "peak": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
             **calls.progress,
         }
@@ -143,7 +146,7 @@ def _soon(seconds: float = 1e-4) -> Generator[None]:
         sys.setswitchinterval(usual)
 
 
-def _lines_of(trace: TracebackType, frames: list[calls.Frame]) -> list[calls.Frame]:
+def _lines_of(trace: TracebackType, frames: list[process.Frame]) -> list[process.Frame]:
     return [(frames[0][0], trace.tb_lineno, frames[0][2]), *frames[1:]]
 
 
