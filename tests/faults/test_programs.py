@@ -18,7 +18,7 @@ import pytest
 from tests.conftest import ROOT, Programs
 from tests.faults.jobs import IN_TURN, NPROC, PROGRAMS, TRAININGS, TURNED, Job, Jobs
 from tests.machine import here
-from tests.runs import Eventually, losses, mutated, newest_step, result
+from tests.runs import Eventually, losses, mutated, newest_step, result, slow
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval", 0.1, "--nproc-per-node")
 
@@ -61,17 +61,18 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     """A run's hard life: one fault after the other, under torchrun and without it."""
     job, chance = jobs[program], random.Random(program)
     run = (*job.words, *job.every, "--resume", "auto", "--out", tmp_path)
+    code = jobs.broken("slow", slow(0.03))  # it does not end before it is disturbed
 
     def until(step: int) -> None:
         eventually(lambda: newest_step(tmp_path) >= step, 60, f"step {step}")
 
     # SIGKILL of a rank: torchrun starts all again, and they go on.
-    process = programs.start(*TORCHRUN, nproc, "--max-restarts", 1, *run, cwd=job.code)
+    process = programs.start(*TORCHRUN, nproc, "--max-restarts", 1, *run, cwd=code)
     until(6)
     time.sleep(chance.uniform(0, 0.05))
     killed_at = newest_step(tmp_path)
     os.kill(programs.worker(chance.randrange(nproc)), signal.SIGKILL)
-    until(killed_at + 9)
+    until(newest_step(tmp_path) + 9)  # it has gone on while the rank was looked for
     # SIGTERM: one common step is saved.
     started = time.monotonic()
     process.send_signal(signal.SIGTERM)
@@ -91,7 +92,7 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     else:
         del content[chance.randrange(len(content)) :]
     damaged.write_bytes(content)
-    process = programs.start(*TORCHRUN, nproc, *run, cwd=job.code)
+    process = programs.start(*TORCHRUN, nproc, *run, cwd=code)
     until(int(stopped[0]) + 3)
     process.kill()
     assert programs.gone(within=5)
@@ -100,7 +101,7 @@ def test_killed_stopped_damaged_and_orphaned_it_ends_with_the_same_bits(
     name = rf"{tmp_path}/.*-0*{stopped[0]}\b\S*"
     assert re.search(rf"warning: checkpoint {name} is damaged \({why}\).*; trying the one", said), said
     # Ctrl-C, started in another way: one common step is saved, and it is where the next start goes on.
-    process = programs.start(*run, "--nproc", nproc, cwd=job.code)
+    process = programs.start(*run, "--nproc", nproc, cwd=code)
     until(newest_step(tmp_path) + 1)
     started = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
