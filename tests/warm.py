@@ -220,7 +220,7 @@ def become_server(code: str, kept: set[int]) -> NoReturn:
             except OSError:
                 continue
     for name in list(sys.modules):
-        if name.partition(".")[0] in ("common", "examples", "tests"):
+        if name.partition(".")[0] in ("benchmarks", "common", "examples", "tests"):
             del sys.modules[name]
     # The project's module registers its handler when it is imported again.
     sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers.pop("job", None)

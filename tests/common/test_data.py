@@ -242,10 +242,11 @@ def test_a_batch_that_cannot_be_divided_is_named() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("given", "then"), [(0, Launch().timeout), (7, 7)])
 def test_a_loader_without_a_time_out_gets_that_of_the_ranks(given: int, then: float) -> None:
-    samples = TensorDataset(torch.arange(4))
+    samples = TensorDataset(torch.arange(4), torch.arange(4))
     for workers in (0, 1):
         its = DataLoader(samples, 2, num_workers=workers, timeout=given * workers)
-        rest_of_epoch(its, 0, TrainState(), 2, (0, 1))
+        batches, _ = rest_of_epoch(its, 0, TrainState(), 2, (0, 1))
+        assert len(list(batches)) == 2
         assert its.timeout == then * workers, "without workers, torch allows none"
 
 
