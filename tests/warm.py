@@ -96,7 +96,7 @@ class Warm(subprocess.Popen[str]):
         pipes = others[9:15]  # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
         output, error = (1 if pipes[3] == -1 else pipes[3]), (2 if pipes[5] == -1 else pipes[5])
         words = [str(word) for word in args[1:] if word != "-u"]
-        if args[0] != sys.executable or not forkable(words):  # of a program, which starts others as well
+        if args[0] != sys.executable or not forkable(words):  # programs start other commands, too
             super()._execute_child(args, *others)  # ty: ignore[missing-attribute]
             return
         request = json.dumps([words, dict(os.environ if env is None else env), str(cwd or Path.cwd())])

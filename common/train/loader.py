@@ -78,7 +78,7 @@ def rest_of_epoch(
     before = state.seen if done else []
     noted = seen(samples, before)
     if isinstance(loader, DataLoader):
-        _complete(loader, hash((seed, dist.get_rank(), state.epoch)))
+        _give_generator(loader, hash((seed, dist.get_rank(), state.epoch)))
     sampler = getattr(loader, "batch_sampler", None)
     if hasattr(sampler, "skip"):
         sampler.skip(done)
@@ -113,7 +113,7 @@ def _numbered(batches: Iterator[Any], samples: int, full: bool) -> Iterator[Any]
         yield batch
 
 
-def _complete(loader: "DataLoader[Any]", seed: int) -> None:
+def _give_generator(loader: "DataLoader[Any]", seed: int) -> None:
     """Give a loader a generator: drawing from the global one would make resuming inexact."""
     loader.generator = loader.generator or torch.Generator()
     loader.generator.manual_seed(seed)
@@ -188,11 +188,11 @@ def _wait_before_forks() -> None:
 
 
 def wait_for_threads(longest: float = 0.25) -> None:
-    """Wait until no other thread of this process computes, to fork without one inside a lock.
+    """Wait until no other thread of this process computes, so that none holds a lock at a fork.
 
-    When a collective has returned, its thread still gives back the tensors. For this it enters
-    Python's list of threads, and a child that is forked just then inherits the list locked. With
-    Python 3.11 it waits for that lock, which nobody opens; Python 3.12 replaces the lock first.
+    After a collective has returned, its thread still releases the tensors. For this it enters
+    Python's list of threads, and a child that is forked just then inherits the list locked. In
+    Python 3.11 the child waits for that lock without end; Python 3.12 makes a new lock first.
 
     Args:
         longest: in seconds; a thread of the user may compute all the time.

@@ -206,7 +206,7 @@ READ = """
 from types import SimpleNamespace
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from common.launch.who import calls, process
+from common.launch.who import calls
 
 dump, did = c10d._dump_fr_trace_json, []
 c10d._dump_fr_trace_json = lambda **how: did.append("reads") or dump(**how)

@@ -2,8 +2,8 @@
 
 | module | what it offers | imports torch |
 |---|---|---|
-| `calls` | what this process has asked of others: its collectives and messages | yes |
-| `process` | where its main thread is, whether it computes, its memory | no |
+| `calls` | the last collectives and messages of this process | yes |
+| `process` | where this process's main thread is, whether it computes, memory | no |
 | `watcher` | a thread of each rank that answers the others | yes |
 | `report` | what one rank prints when another is lost, or when asked | yes |
 | `ask` | the answers of all ranks, and what is known of those that do not answer | no |

@@ -1,4 +1,4 @@
-"""What this process has asked of others: its last collectives and messages.
+"""The last collectives and messages of this process.
 
 Collectives are read from torch's flight recorder, which records them anyway, when somebody asks.
 Messages are not in it under gloo, so `note_messages` keeps the last ones.
@@ -118,12 +118,12 @@ def begun() -> dict[dist.ProcessGroup, dict[str, int]]:
 def readable() -> bool:
     """Whether the flight recorder may be read now: not while a group's first collective begins.
 
-    The recorder takes the group into its table then, and reading the table does not wait for that:
-    an empty place in it ended the process with SIGSEGV (torch 2.15, 7 of 1,500 that looked then).
+    The recorder adds the group to its table then, without a lock against readers: a reader that
+    found the new entry still empty ended the process with SIGSEGV (torch 2.15).
     """
     began = {group: {on for on, count in by.items() if count} for group, by in begun().items()}
     if not all(by <= _recorded.get(group, set()) for group, by in began.items()):
-        time.sleep(0.01)  # a thousand times as long as it takes
+        time.sleep(0.01)  # adding a group takes microseconds
         _recorded.update(began)
     return any(began.values())
 

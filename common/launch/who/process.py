@@ -29,7 +29,7 @@ def of_example(frames: Iterable[Frame]) -> list[Frame]:
 def main_thread(innermost: FrameType | None = None) -> list[Frame]:
     """Where the main thread is, the innermost frame first."""
     collects = gc.isenabled()
-    gc.disable()  # a finalizer, run in there, can wait for a thread that waits for this (3.11)
+    gc.disable()  # in Python 3.11 a collection inside this call can deadlock with a thread
     frame = innermost or sys._current_frames().get(threading.main_thread().ident or 0)
     if collects:
         gc.enable()

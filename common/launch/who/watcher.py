@@ -60,7 +60,7 @@ class Watcher:
                     with _soon():
                         self.socket.sendto(json.dumps(self._answer()).encode(), sender)
             except TimeoutError:
-                with contextlib.suppress(Exception):  # a group comes or goes
+                with contextlib.suppress(Exception):  # a group may be destroyed meanwhile
                     self._look()
             except Exception:  # noqa: S112 - a report is not worth a traceback, nor an end
                 continue
