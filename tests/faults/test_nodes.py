@@ -28,7 +28,6 @@ class Nodes:
     def __init__(self, programs: Programs, job: Job, network: tuple[str, str], out: Path) -> None:
         self.programs, self.network, self.out, self.log = programs, network, out, out.with_suffix(".log")
         self.job, self.code = job, job.code
-        # Of a node that is lost in the middle of a message, gloo does not tell: then the others wait for that long.
         self.timeout = round(here(8))
 
     def start(self, number: int, *words: object, timeout: int) -> "subprocess.Popen[str]":
@@ -52,6 +51,10 @@ class Nodes:
 
     def said(self, words: str) -> bool:
         return words in self.log.read_text()
+
+    def timed_out(self) -> int:
+        """How often gloo has waited for `--timeout`, as it does when a rank is lost in the middle of a message."""
+        return self.log.read_text().count(f"Timed out waiting {self.timeout}000ms for")
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
         60,
         "training with one node",
     )
-    assert time.monotonic() - started < nodes.timeout + here(15)
+    assert time.monotonic() - started < here(15) + (nodes.timeout if nodes.timed_out() else 0)
     again = "warning: continuing with 2 node(s), world 1 -> 2: the same samples follow in the same order"
     before = nodes.log.read_text().count(again)
     second = nodes.elastic(1)
@@ -96,11 +99,12 @@ def test_a_node_is_lost_and_comes_back_and_the_host_is_lost(
     stopped = newest_step(nodes.out)
     eventually(lambda: newest_step(nodes.out) > stopped + 9, 60, "training")
     assert not nodes.said("CheckError")
+    timed_out = nodes.timed_out()
     power_off(network[0], eventually)
     first.wait()
     started = time.monotonic()
     assert second.wait(nodes.timeout + here(20)) == 1, "torchrun's own code"
-    assert time.monotonic() - started < nodes.timeout + here(5)
+    assert time.monotonic() - started < here(5) + (nodes.timeout if nodes.timed_out() > timed_out else 0)
     host = r"lost another process \((the host of the rendezvous, 10\.77\.0\.1:\d+, is gone, too,|no word from rank \d)"
     assert re.search(host, nodes.log.read_text())
 
