@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test check doctor images e2e docs bench prove-gpu report constraints clean
+.PHONY: help setup demo test check test-containers doctor images e2e images-e2e test-e2e docs bench prove-gpu report constraints clean
 
 help:
 	@echo "make demo    install PyTorch and train mnist_ddp_spawn with 2 processes on the embedded digits (CPU=1: without CUDA;"
@@ -58,10 +58,15 @@ test: setup
 	@echo "make check runs the rest: mutations, faults, documented commands, pages in a browser, manifests, containers"
 
 # Needs kubectl, ip and Chromium, which it installs on Debian; and a container engine, as make e2e does.
+# Building images keeps one core busy: the manifests are tested on the other.
 check: setup
 	@tests/install.sh
-	@$(BIN)/tox run -e containers,docs,tests
-	@$(MAKE) --no-print-directory e2e
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target images-e2e test-containers
+	@$(BIN)/tox run -e docs,tests
+	@$(MAKE) --no-print-directory test-e2e
+
+test-containers: setup
+	@$(BIN)/tox run -e containers
 
 doctor: .venv/.demo
 	@$(BIN)/python -m common.doctor $(ARGS)
@@ -71,10 +76,15 @@ images:
 	@$(PYTHON) docker/build.py $(if $(BASE_IMAGE),--base-image $(BASE_IMAGE)) $(ONLY)
 
 # Root, because a network for containers needs it; the tests' own containers have no rights at all.
-e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
-e2e: setup
+e2e: images-e2e
+	@$(MAKE) --no-print-directory test-e2e
+
+images-e2e test-e2e: export CONTAINERS_CONF ?= $(CURDIR)/tests/e2e/containers.conf
+images-e2e: setup
 	@base=$$(tests/e2e/prepare.sh) && $(MAKE) --no-print-directory images BASE_IMAGE=$$base && \
 		$(MAKE) --no-print-directory images BASE_IMAGE=$$base COMPILER=yes ONLY=mnist_ddp_spawn
+
+test-e2e: setup
 	@$(BIN)/python -m pytest -n 3 --timeout 600 --durations 0 tests/e2e
 
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)

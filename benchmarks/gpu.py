@@ -115,6 +115,9 @@ def correctness(machine: Machine, examples: tuple[str, ...]) -> Iterator[tuple[s
 
 def ranks(machine: Machine, examples: tuple[str, ...]) -> Iterator[tuple[str, str, Check]]:
     """The checks of several ranks, which may share devices: group, name, check."""
+    if "mnist_ddp_spawn" in examples:  # first: they wait most of their time, and others compute
+        yield "faults", "a rank hangs", partial(lost, machine, stopped=True)
+        yield "faults", "a rank is killed", partial(lost, machine, stopped=False)
     for name in examples:
         if name == "imagenet_ddp" and machine.dry:
             continue  # BatchNorm over all ranks needs CUDA, so that one rank is another training
@@ -138,9 +141,6 @@ def ranks(machine: Machine, examples: tuple[str, ...]) -> Iterator[tuple[str, st
         if machine.dry or torch.cuda.device_count() >= 3 or nccl.version() >= SHARES_A_DEVICE:
             check = partial(several, machine, "resnet_pipeline", 3, "--engine", "torch")
             yield "resnet_pipeline", "--engine torch: 3 stages as one", check
-    if "mnist_ddp_spawn" in examples:
-        yield "faults", "a rank is killed", partial(lost, machine, stopped=False)
-        yield "faults", "a rank hangs", partial(lost, machine, stopped=True)
 
 
 def ended(run: Check) -> str:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,6 +56,7 @@ from examples.mnist_ddp_spawn.args import Args
 
 WATCHED = float(os.environ.get("WATCHED_SECONDS", 2.0))  # how long the rank that calls alone is given to come back
 LONGEST = 60.0
+AT_ONCE = 8  # pairs: half of them only wait
 
 # The processes are forked from one that has imported torch and has no thread. This one has those of the stores: a fork
 # copies the locks that they hold, and not them.
@@ -253,9 +255,12 @@ def main(folder: Path, *names: str) -> None:
         (folder / file).write_bytes(head + bytes(int(np.prod(shape))))
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10))
     save_file(model.state_dict(), folder / "w.safetensors")
-    every, found = names or list(CALLS), {}
-    for begin in range(0, len(every), 4):
-        some = every[begin : begin + 4]
-        pairs = {name: [Pair(name, folder / f"{name}-{alone}", alone) for alone in (False, True)] for name in some}
-        found |= {name: [pair.outcome() for pair in both] for name, both in pairs.items()}
+    tries = [(name, alone) for name in names or CALLS for alone in (False, True)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        said = pool.map(
+            lambda name, alone: Pair(name, folder / f"{name}-{alone}", alone).outcome(), *zip(*tries, strict=True)
+        )
+    found: dict[str, list[str]] = {}
+    for (name, _), outcome in zip(tries, said, strict=True):
+        found.setdefault(name, []).append(outcome)
     print(json.dumps(found))

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ OF_TORCH = {
 }  # fmt: skip
 SAYS_SO = re.compile(r"every rank|all ranks call|both ranks call|every process", re.IGNORECASE)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+parsed = cache(ast.parse)  # several rules read the same files
 
 
 def name(path: Path) -> str:
@@ -39,7 +41,7 @@ def called(node: ast.AST) -> set[str]:
 
 
 def too_long(source: str) -> list[str]:
-    return [f.name for f in functions(ast.parse(source)) if (f.end_lineno or 0) - f.lineno + 1 > 60]
+    return [f.name for f in functions(parsed(source)) if (f.end_lineno or 0) - f.lineno + 1 > 60]
 
 
 @pytest.mark.parametrize("path", SHARED + PROGRAMS, ids=name)
@@ -62,7 +64,7 @@ PLAIN_TORCH = {"examples/your_model/plain_ddp.py", "examples/your_model/fsdp.py"
 
 def without_timeout(source: str) -> list[int]:
     """The lines of calls that make a group of ranks and do not say how long to wait."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
     return [
         call.lineno
         for call in calls
@@ -89,7 +91,7 @@ def hidden_imports(source: str) -> list[str]:
     """Imports inside functions without a comment that says what they save."""
     lines = source.splitlines()
     found = []
-    for function in functions(ast.parse(source)):
+    for function in functions(parsed(source)):
         for node in ast.walk(function):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 before, line = lines[node.lineno - 2].strip(), lines[node.lineno - 1]
@@ -109,9 +111,10 @@ def test_a_hidden_import_is_seen() -> None:
     assert hidden_imports("def f():\n    import torch  # 3 s, which most never pay\n") == []
 
 
+@cache
 def communicating() -> set[str]:
     """The functions and methods of the shared package that communicate, and say so."""
-    trees = [ast.parse(path.read_text()) for path in SHARED]
+    trees = [parsed(path.read_text()) for path in SHARED]
     return {
         function.name
         for tree in trees
@@ -122,7 +125,7 @@ def communicating() -> set[str]:
 
 def silent(source: str) -> list[str]:
     """Public functions that communicate and do not say so; private ones are their callers' business."""
-    tree, found = ast.parse(source), []
+    tree, found = parsed(source), []
     private = {f.name: called(f) for f in functions(tree) if f.name.startswith("_")}
     for function in functions(tree):
         names = called(function)
@@ -147,13 +150,13 @@ def test_a_silent_communication_is_seen() -> None:
 
 def test_nothing_that_logs_communicates() -> None:
     source = (ROOT / "common" / "train" / "log.py").read_text()
-    assert not called(ast.parse(source)) & OF_TORCH
+    assert not called(parsed(source)) & OF_TORCH
 
 
 def one_sided(source: str, names: set[str]) -> list[str]:
     """Calls that communicate, inside of a branch that depends on the rank: the other ranks would wait."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.If | ast.IfExp) and re.search(r"\brank\b|get_rank|local_rank", ast.unparse(node.test)):
             branches = [node.body, node.orelse] if isinstance(node, ast.IfExp) else [*node.body, *node.orelse]
             found += sorted(set().union(*(called(branch) for branch in branches)) & names)
