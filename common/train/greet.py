@@ -70,7 +70,7 @@ def begin(run: "Run", resumed: bool) -> None:
     if resumed and getattr(run.args, "init", None):
         run.warn(f"--init {run.args.init}: not used, because the run continues from a checkpoint")
     run.meters.last_step = run.args.watch.limit_steps or sys.maxsize
-    log.start(run.state.step, resumed)
+    log.start(run.state.step, resumed, run.state.evaluated == run.state.step)
     if log.active:
         name, kind = program(run.args), run.args.watch.track
         log.tracker.start(kind, name, used_arguments(run), log.out)

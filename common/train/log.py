@@ -80,14 +80,23 @@ class Log:
             self._loss_shown = time.monotonic()
         self._bar.update()
 
-    def start(self, step: int, resumed: bool) -> None:
-        """Start the curves, or go on with those of the run that is resumed, up to its step."""
+    def start(self, step: int, resumed: bool, evaluated: bool = True) -> None:
+        """Start the curves, or go on with those of the run that is resumed, up to its step.
+
+        Args:
+            step: where the checkpoint was made.
+            resumed: whether there is one.
+            evaluated: whether it was made after the step's evaluation, which comes again otherwise.
+        """
         if not self.active:
             return
         file = self.out / "metrics.jsonl"
         if not resumed and (aside := set_aside(self.out)):
             self.print0(f"results of an earlier run were moved to {aside}")
-        self.points = [point for point in read_points(file) if point[0] <= step] if resumed else []
+        until = [point for point in read_points(file) if point[0] <= step] if resumed else []
+        self.points = [
+            (at, values) for at, values in until if evaluated or at < step or "loss/train" in values
+        ]
         write_atomically(file, "".join(_line(*point) for point in self.points).encode())
         (self.out / "result.json").unlink(missing_ok=True)  # an earlier run's: this one may fail
         if not resumed:

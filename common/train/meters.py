@@ -12,6 +12,7 @@ from torch import Tensor
 from common.launch.place import current
 from common.launch.who.calls import progress
 from common.train.log import Log
+from common.train.state import TrainState
 
 Item = TypeVar("Item")
 
@@ -53,18 +54,19 @@ class Meters:
         evaluation = min(self._evaluations, default=0.0)
         return steps * self.seconds["train"] / max(1, self.steps) + epochs * evaluation
 
-    def begin(self, label: str, steps_in_epoch: int, epochs: int, step: int) -> None:
+    def begin(self, label: str, steps_in_epoch: int, epochs: int, state: TrainState) -> None:
         """Begin an epoch, or go on with it.
 
         Args:
             label: of the epoch.
             steps_in_epoch: all of them.
-            epochs: of the whole run.
-            step: steps of the run that are done.
+            epochs: of the whole run, with those that it leaves out before its first.
+            state: where the run is.
         """
-        self.steps_in_epoch, self._step = steps_in_epoch, step
-        self.total_steps = min(epochs * steps_in_epoch, self.last_step)
-        self.log.bar(label, self.total_steps, step)
+        self.steps_in_epoch, self._step = steps_in_epoch, state.step
+        left = (epochs - state.epoch) * steps_in_epoch - state.batch
+        self.total_steps = min(state.step + left, self.last_step)
+        self.log.bar(label, self.total_steps, state.step)
 
     def step(self, samples: int) -> None:
         """Count a step, and the samples of its global batch."""

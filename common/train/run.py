@@ -151,7 +151,7 @@ class Run:
         batches, self._seen = rest_of_epoch(
             loader, self.args.seed, state, self.batch_size, self.shard
         )
-        self.meters.begin(self.label, total, self.num_epochs, state.step)
+        self.meters.begin(self.label, total, self.num_epochs, state)
         batches = self.profile.input(batches, state)
         for *batch, indices in self.meters.training(batches):
             left = samples - state.batch * self.batch_size

@@ -20,11 +20,12 @@ class TrainState:
     metrics: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)  # of the program
     starts: int = 1  # of this run, as far as they came to a checkpoint
+    evaluated: int = -1  # the step after which the last evaluation was
 
     @classmethod
     def resumed(cls, progress: Mapping[str, Any]) -> "TrainState":
         """The state that a checkpoint holds, at another start."""
-        state = cls(**progress)
+        state = cls(**{"evaluated": progress["step"], **progress})  # not in older checkpoints
         state.starts += 1
         return state
 

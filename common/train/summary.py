@@ -122,7 +122,7 @@ def record_evaluation(
     assert_same_on_all_ranks(known, "the metrics", remedy)
     curves = {f"{name}/test": value for name, value in loss.items()}
     log.scalars(step, curves | {f"test/{name}": value for name, value in known.items()})
-    run.state.metrics = dict(metrics)
+    run.state.metrics, run.state.evaluated = dict(metrics), step
     return loss | known
 
 

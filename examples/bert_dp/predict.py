@@ -29,7 +29,7 @@ from common.train.files import write_atomically
 from examples.bert_dp.args import PredictArgs
 from examples.bert_dp.classifier import Classifier, local_devices
 from examples.bert_dp.model import load
-from examples.bert_dp.reviews import read_csv, shorten
+from examples.bert_dp.reviews import plain, read_csv, shorten
 from examples.bert_dp.tokens import encode
 
 
@@ -79,7 +79,7 @@ def predict_file(args: PredictArgs, file: Path, device: torch.device) -> None:
     Every rank calls this; rank 0 writes.
     """
     frame = read_csv(file, args.column)
-    texts = frame["review"].fillna("").str.strip().tolist()
+    texts = frame[plain(args.column)].fillna("").str.strip().tolist()
     known = [row for row, text in enumerate(texts) if text]
     names, rows = probabilities(args, [texts[row] for row in known], device)
     if dist.get_rank() == 0:  # all ranks have all rows; one writes them

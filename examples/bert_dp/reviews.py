@@ -56,6 +56,11 @@ class Reviews:
         return hashlib.sha256(rows.encode()).hexdigest()[:16]
 
 
+def plain(name: str) -> str:
+    """A column's name without differences of case and spaces."""
+    return name.strip().lower()
+
+
 def read_csv(path: Path, text: str = "review", label: str | None = None) -> pandas.DataFrame:
     """Read a csv file as text, with or without a byte order mark, LF or CRLF, quoted or not.
 
@@ -65,14 +70,14 @@ def read_csv(path: Path, text: str = "review", label: str | None = None) -> pand
         label: the column with the labels, if it is needed.
 
     Returns:
-        Its rows in their order, these columns named `review` and `label`; only an empty field is
-        missing ("NA" is text).
+        Its rows in their order, all columns, by their names in lower case and without spaces around
+        them; only an empty field is missing ("NA" is text).
 
     Raises:
         UserError: the file is missing, empty, not UTF-8, not a table, or lacks a column; the
             message names the encoding that it seems to have, or the columns.
     """
-    needed = [name.strip().lower() for name in (label, text) if name is not None]
+    needed = [plain(name) for name in (label, text) if name is not None]
     content = utf8(path)
     if not content.strip():
         raise UserError(f"{path} is empty; expected a header with {' and '.join(needed)}")
@@ -104,11 +109,11 @@ def read_csv(path: Path, text: str = "review", label: str | None = None) -> pand
         raise UserError(
             f"{path} has rows with more fields than the header: a review with a comma needs quotes"
         )
-    frame.columns = [str(name).strip().lower() for name in frame.columns]
+    frame.columns = [plain(str(name)) for name in frame.columns]
     if frame.columns.has_duplicates:
         raise UserError(f"{path} names a column twice; it has {', '.join(frame.columns)}")
     _check_columns(path, list(frame.columns), needed, label is not None)
-    return frame.rename(columns=dict(zip(needed, ("label", "review")[-len(needed) :], strict=True)))
+    return frame
 
 
 def _check_columns(path: Path, columns: list[str], needed: list[str], labelled: bool) -> None:
@@ -141,7 +146,9 @@ def read_reviews(path: Path | None, columns: tuple[str, str] = ("review", "label
     Raises:
         UserError: as `read_csv`; a label outside of the set; too few reviews of a class.
     """
-    frame = read_csv(path or SHIPPED, *columns)[["label", "review"]]
+    text, label = map(plain, columns)
+    frame = read_csv(path or SHIPPED, text, label)[[label, text]]
+    frame.columns = ["label", "review"]
     rows = len(frame)
     frame = frame.apply(lambda column: column.str.strip()).replace("", None)
     no_review, no_label = frame["review"].isna(), frame["label"].isna()

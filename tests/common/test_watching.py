@@ -24,7 +24,7 @@ from common.train.curves import draw_curves, draw_panels, limits, spread
 from common.train.greet import too_large
 from common.train.lines import duration, epoch_line, far_above
 from common.train.log import Log
-from common.train.state import Options
+from common.train.state import Options, TrainState
 from common.train.summary import title
 from examples.your_model.args import Args
 from tests.conftest import ROOT, Programs
@@ -64,7 +64,7 @@ def test_the_time_left_follows_from_all_evaluations_but_the_first(
     counted = meters.Meters(Log(tmp_path, active=False), "images")
     counted.seconds["startup"] = 1.0
     for epoch, evaluation in enumerate((90.0, 5.0, 7.0)):
-        counted.begin(f"epoch {epoch + 1}/5", steps_in_epoch=4, epochs=5, step=4 * epoch)
+        counted.begin(f"epoch {epoch + 1}/5", 4, 5, TrainState(epoch=epoch, step=4 * epoch))
         for _ in counted.training(iter(range(4))):
             clock[0] += 2.0
             counted.step(6)
@@ -72,6 +72,22 @@ def test_the_time_left_follows_from_all_evaluations_but_the_first(
         counted.evaluated()
         left.append(counted.seconds_left)
     assert left == [16 * 2.0, 12 * 2.0 + 3 * 5.0, 8 * 2.0 + 2 * 5.0]
+
+
+def test_steps_of_epochs_that_are_left_out_are_not_left(tmp_path: Path) -> None:
+    """--start-epoch 3 of 5, in the middle of the second after it."""
+    counted = meters.Meters(Log(tmp_path, active=False), "images")
+    counted.begin("epoch 5/5", 4, 5, TrainState(epoch=4, batch=1, step=5))
+    assert counted.total_steps == 8
+
+
+def test_an_evaluation_that_comes_again_is_recorded_once(tmp_path: Path) -> None:
+    lines = [{"step": 1, "loss/train": 2.0}, {"step": 2, "loss/train": 1.0}, {"step": 2, "test/accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for evaluated in (True, False):
+        Log(tmp_path, active=True).start(2, resumed=True, evaluated=evaluated)
+        found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert found == lines[: 3 if evaluated else 2]
 
 
 @pytest.mark.usefixtures("alone")
@@ -82,7 +98,7 @@ def test_the_first_line_of_progress_counts_from_the_first_step(
     monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: clock[0], time=lambda: clock[0]))
     monkeypatch.setattr(meters, "current", lambda: SimpleNamespace(started=0.0))
     counted = meters.Meters(Log(tmp_path, active=True), "images")
-    counted.begin("epoch 1/1", steps_in_epoch=4, epochs=1, step=0)
+    counted.begin("epoch 1/1", 4, 1, TrainState())
     for _ in counted.training(iter(range(4))):
         clock[0] += 2.0
         counted.loss(torch.tensor(0.5))

@@ -247,12 +247,12 @@ def test_western_letters_and_one_broken_line_are_not_taken_for_chinese(tmp_path:
 
 
 def test_an_english_corpus_is_trained_on(programs: Programs, tmp_path: Path) -> None:
-    """As Windows writes it: BOM, CRLF, quoted line breaks; other names of columns, labels in words."""
+    """As Windows writes it: BOM, CRLF, quoted line breaks; columns and labels of other names, others of ours."""
     words = [(a, "positive") for a in ("lovely", "quiet", "Clean", "great")]
     words += [(a, "negative") for a in ("dirty", "noisy", "awful", "old")]
     things = ("room", "bed", "lobby", "view", "staff", "breakfast")
     pairs = [(f"The {thing} was {word},\r\nI'd say.", label) for thing in things for word, label in words]
-    table = "text,sentiment\r\n" + "".join(f'"{text}",{label}\r\n' for text, label in pairs)
+    table = "text,sentiment,review,label\r\n" + "".join(f'"{text}",{label},4 of 5,\r\n' for text, label in pairs)
     path = written(tmp_path / "english.csv", "\ufeff" + table)
     data = read_reviews(path, ("text", "sentiment"))
     assert (data.texts[0], data.labels) == (pairs[0][0], [1, 1, 1, 1, 0, 0, 0, 0] * 6)
@@ -264,7 +264,9 @@ def test_an_english_corpus_is_trained_on(programs: Programs, tmp_path: Path) -> 
     assert "lose their ends" not in done.stderr, "no review is that long"
     found = tmp_path / "found.csv"
     programs.run(*PREDICT, "--model", tmp_path / "out/model", "--csv", path, "--column", "text", "--out", found)
-    assert pd.read_csv(found)["prediction"].isin(["好评", "差评"]).sum() == 48
+    frame = pd.read_csv(found)
+    assert list(frame.columns) == ["text", "sentiment", "review", "label", "prediction", "probability"]
+    assert frame["prediction"].isin(["好评", "差评"]).sum() == 48
     done = programs.run(*TRAIN, *flags, "--pairs", 9, code=2)
     assert "error: --pairs 9: the reviews have no Chinese; leave it out" in done.stderr
 

@@ -1,5 +1,6 @@
 """your_model, the template: exact for any number of ranks, resumable, and one frame for two tasks."""
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -48,6 +49,19 @@ def test_it_learns(programs: Programs, tmp_path: Path, name: str) -> None:
         assert metrics["bits_per_character"] == metrics["best_bits_per_character"] < 3.5  # at first, 6.6
 
 
+def test_a_model_that_comes_to_evaluate_is_trained(programs: Programs, tmp_path: Path) -> None:
+    """As from_pretrained gives it: the same training, with dropout from the first epoch."""
+    layers = "nn.Sequential(nn.Linear(columns, 32), nn.GELU(), nn.Linear(32, 2))"
+    hashes = []
+    for number, ending in enumerate(("", ".eval()")):
+        mine = layers.replace("nn.GELU(), ", "nn.Dropout(), ") + ending
+        folder = mutated(tmp_path / f"copy{number}", ("examples/your_model/train.py", layers, mine))
+        out = tmp_path / f"out{number}"
+        programs.run("-m", "examples.your_model", "--epochs", 1, "--out", out, cwd=folder)
+        hashes.append(result(out)["parameter_hash"])
+    assert hashes[0] == hashes[1]
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_resumes_bit_for_bit(programs: Programs, tmp_path: Path, eventually: Eventually, name: str) -> None:
     """Stopped once, then killed once; with three ranks, where the order of additions matters."""
@@ -66,6 +80,21 @@ def test_it_resumes_bit_for_bit(programs: Programs, tmp_path: Path, eventually: 
     programs.run(*run, broken, "--resume", "auto")
     assert result(broken)["parameter_hash"] == result(tmp_path / "whole")["parameter_hash"]
     assert losses(broken) == losses(tmp_path / "whole")
+
+
+def test_an_evaluation_is_recorded_once_even_if_it_is_done_twice(programs: Programs, tmp_path: Path) -> None:
+    """Killed after the evaluation, before its checkpoint: it goes on from the one before."""
+    run = ("-m", "examples.your_model", "--epochs", 2, "--checkpoint-every", 9, "--out", tmp_path / "out")
+    saved = 'list(run.args.out.glob("checkpoints/step-*.pt"))'
+    kill = f"    import os, time\n    while not {saved}:\n        time.sleep(0.01)\n    os.kill(os.getpid(), 9)\n"
+    folder = mutated(tmp_path / "copy", ("common/train/summary.py", "    return better\n", kill))
+    done = programs.run(*run, cwd=folder, code=-signal.SIGKILL)
+    assert "epoch 1/2" in done.stdout
+    said = programs.run(*run, "--resume", "auto").stdout
+    assert "at step 9\n" in said, "of which an epoch has 9"
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "test/accuracy" in line]
+    assert steps == [result(tmp_path / "out")["steps"] // 2, result(tmp_path / "out")["steps"]]
 
 
 def frame(name: str) -> list[str]:
