@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.warm import MARK, THREADS, name_of
 
 one_core_each()
 ROOT = Path(__file__).parent.parent
+STARTED = weakref.WeakSet[subprocess.Popen[str]]()  # the programs of all tests
 
 
 @pytest.hookimpl(wrapper=True)
@@ -105,7 +107,7 @@ class Programs:
             program = warm.Warm
         output = log.open("a") if log else contextlib.nullcontext(subprocess.PIPE)
         with output as pipe:
-            return program(
+            started = program(
                 [sys.executable, *map(str, words)],
                 cwd=cwd or self.cwd,
                 env=clean | {MARK: self.token, "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""} | self.env | (env or {}),
@@ -114,6 +116,8 @@ class Programs:
                 text=True,
                 start_new_session=True,
             )
+        STARTED.add(started)
+        return started
 
     def run(
         self,
@@ -214,12 +218,27 @@ class Programs:
                 continue
 
 
+def reap() -> None:
+    """Forget the ended processes that nobody waits for: what ended programs have left becomes this process's (warm.py).
+
+    There would be thousands, and every later `left` would look at them.
+    """
+    waited_for = {program.pid for program in STARTED}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it may have gone
+            state, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            pid = int(stat.parent.name)
+            if (state, int(parent)) == ("Z", os.getpid()) and pid not in waited_for:
+                os.waitpid(pid, os.WNOHANG)
+
+
 def started_programs() -> Generator[Programs]:
     """Starts programs; fails the test if a process is left over."""
     started = Programs()
     yield started
     leftover = {} if started.gone() else started.left()
     started.kill()
+    reap()
     assert not leftover
 
 

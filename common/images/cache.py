@@ -27,6 +27,7 @@ from common.launch.errors import UserError
 CHUNK = 64  # images; about 35 MB of ImageNet
 MAGIC = b"pixels03"
 COLUMNS = 4  # of the table: offset, height, width, checksum
+MOST_MAPS = 16_384  # at a time: Linux allows a process 65,530; ImageNet-21k has 200,000 chunks
 
 Table = NDArray[np.uint64]
 Decode = Callable[[int], Pixels | None]
@@ -59,6 +60,8 @@ class PixelCache:
             opened = _open(self.folder / _name(chunk))
             if opened is None:
                 raise self._damaged(chunk)
+            if len(self._maps) >= MOST_MAPS:
+                del self._maps[next(iter(self._maps))]  # images of it that are in use keep it
             self._maps[chunk] = opened
         table, content = self._maps[chunk]
         offset, height, width, checksum = (int(value) for value in table[row])

@@ -11,6 +11,7 @@
 | `spawn` | `launch`, `wait_for` | yes |
 | `members` | `keep`, `join`: processes that go on when one is lost | yes |
 | `rendezvous` | `JOB`, for `init_process_group(init_method=JOB)` | yes |
+| `attempts` | `go_on`: whether torchrun's restart has checkpoints of its own job | yes |
 | `record` | the decorator of a rank's main function | yes |
 | `device` | `choose_device` | yes |
 | `messages` | `message_device`: gloo sends no CUDA tensors | yes |

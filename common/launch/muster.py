@@ -37,7 +37,7 @@ def muster(
     """
     hellos = [f"hello/{other}" for other in range(size)]
     store.set(hellos[rank], json.dumps(me))
-    dead = _dead(store) if rank == 0 else set[str]()
+    dead = names_of_dead(store) if rank == 0 else set[str]()
     began, told, here = time.monotonic(), rank != 0, 0
     world, answered, roll, old = "", "", list[Member](), ""
     while True:
@@ -76,7 +76,7 @@ def muster(
         time.sleep(min(0.5, max(0.002, waited / 4)))
 
 
-def _dead(store: dist.Store) -> set[str]:
+def names_of_dead(store: dist.Store) -> set[str]:
     """The names of the processes to which an earlier attempt of this job has come."""
     if store.check(["world"]):
         world = store.get("world").decode()
@@ -94,7 +94,7 @@ def _missing(store: dist.Store, world: str, hellos: list[str]) -> list[int]:
     """The ranks that have not come, or not answered to the newest roll."""
     if world:
         return not_there(store, [_sign(world, rank) for rank in range(len(hellos))])
-    dead = _dead(store)
+    dead = names_of_dead(store)
     if not dead:
         return not_there(store, hellos)
     return [rank for rank, hello in enumerate(hellos) if not _is_here(store, hello, dead)]

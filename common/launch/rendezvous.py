@@ -21,13 +21,17 @@ from common.launch import device, place
 from common.launch.cgroup import machine
 from common.launch.console import say
 from common.launch.errors import Absent, UserError
-from common.launch.muster import PATIENCE, Member, muster
+from common.launch.muster import PATIENCE, Member, muster, names_of_dead
 from common.launch.who import watcher
 
 JOB = "job://"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 joined: dist.Store | None = None
 """The store of this process's job, after it has joined."""
+of_all_attempts: dist.Store | None = None
+"""The store that torchrun keeps when it restarts the workers; `joined` is this attempt's part."""
+restart_is_known = False
+"""Whether rank 0 found an earlier attempt in it."""
 
 
 def listen(port: int, loopback: bool) -> socket.socket:
@@ -55,7 +59,7 @@ def listen(port: int, loopback: bool) -> socket.socket:
 
 def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """What `init_process_group` calls for `JOB`: yields store, rank and world size."""
-    global joined
+    global joined, of_all_attempts, restart_is_known
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     me: Member = {
         "name": secrets.token_hex(8),
@@ -69,6 +73,7 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
     listening, me["who"] = watcher.listen(here.loopback, here.host, here.port)
     members = [me]
     if not alone:
+        of_all_attempts, restart_is_known = store, rank == 0 and bool(names_of_dead(store))
         store, members = muster(store, me, rank, size, timeout.total_seconds(), _advice(here))
     if size > 1:  # of several nodes, one that came later counts fewer
         os.environ[RESTARTS] = str(max(member["attempt"] for member in members))

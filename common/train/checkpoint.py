@@ -4,7 +4,6 @@ A checkpoint is written beside its place, flushed to the disk and renamed: it is
 not at all. Its name holds a digest of its content (`checkpoint_files`).
 """
 
-import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from common.launch.attempts import go_on
 from common.launch.collectives import assert_same_on_all_ranks, print0
 from common.launch.console import warn
 from common.launch.errors import UserError
@@ -122,7 +122,7 @@ class Checkpoints:
 
         Args:
             resume: `auto` for the newest valid one of the folder, `no` to start afresh, or a path.
-                Workers that torchrun has restarted go on in any case.
+                Workers that torchrun has restarted go on from the job's own in any case.
 
         Returns:
             The checkpoint, or None to start from the beginning.
@@ -138,7 +138,7 @@ class Checkpoints:
                     f"part {name!r} of the checkpoints is sharded (DTensor): give one whose "
                     f"state_dict holds whole tensors on rank 0, gathered in before_save"
                 )
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        restarted = go_on()
         if dist.get_rank() == 0:
             for leftover in self.folder.glob(".*.tmp"):  # of a process killed while it wrote
                 leftover.unlink(missing_ok=True)

@@ -39,6 +39,7 @@ def random_state() -> dict[str, Any]:
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()  # DataParallel draws on all of them
+        state["device"] = torch.cuda.current_device()
     return state
 
 
@@ -52,3 +53,5 @@ def restore_random_state(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(one, device)
+        if "device" in state and (own := torch.cuda.current_device()) != state["device"]:
+            torch.cuda.set_rng_state(state["cuda"][state["device"]], own)  # --gpu, or fewer visible

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
+from common.launch.attempts import go_on
 from common.launch.collectives import assert_same_on_all_ranks, broadcast_object, print0
 from common.launch.console import warn
 from common.launch.errors import UserError
@@ -49,13 +49,13 @@ def choose(folder: Path, resume: str, config: dict[str, Any]) -> Checkpoint | No
     Args:
         folder: where the Trainer writes them.
         resume: `auto` for the newest complete one, a path, or `no`. Workers that torchrun has
-            restarted go on in any case.
+            restarted go on from the job's own in any case.
         config: the settings that must be the same.
 
     Raises:
         UserError: damaged, made with other settings, or not the same on all ranks.
     """
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = go_on()
     if resume == "no" and not restarted:
         broadcast_object(lambda: _move_aside(folder))
         return None

@@ -33,7 +33,7 @@ from common.images.loader import warn_of_broken
 from common.images.predict import Trained, probabilities
 from common.images.sets import load_images
 from common.images.shapes import drawn_images
-from common.launch import collectives
+from common.launch import attempts, collectives
 from common.launch.args import parse
 from common.launch.flags import Launch
 from common.launch.rendezvous import JOB
@@ -109,6 +109,11 @@ def bring_up_to_date(_: Here) -> Callable[[], Any]:
     return lambda: membership.bring_up_to_date(torch.zeros(1))
 
 
+def go_on(_: Here) -> Callable[[], Any]:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    return attempts.go_on
+
+
 def steps(here: Here) -> Callable[[], Any]:
     run = here.resumed()
     return lambda: list(run.steps(here.loader))
@@ -162,6 +167,7 @@ CALLS: dict[str, Callable[[Here], Callable[[], Any]]] = {
     "finish": finish,
     "gather_losses": lambda here: lambda: here.meters.gather_losses(1),
     "gather_objects": lambda _: lambda: collectives.gather_objects(1),
+    "go_on": go_on,
     "greet": lambda here: lambda: greet(here.run),
     "image_data": lambda here: lambda: image_data("mnist", here.folder.parent),
     "init_model": lambda here: lambda: init_model(here.folder.parent / "w.safetensors", here.model),

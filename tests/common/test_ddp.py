@@ -40,6 +40,7 @@ def test_the_random_states_of_all_gpus_are_kept(monkeypatch: pytest.MonkeyPatch,
         "is_available": lambda: there > 0,
         "is_initialized": lambda: True,
         "device_count": lambda: there,
+        "current_device": lambda: 0,
         "get_rng_state_all": lambda: [torch.tensor([7 + device]) for device in range(saved)],
         "set_rng_state": lambda state, device: devices.update({device: state}),
     }.items():
@@ -49,3 +50,6 @@ def test_the_random_states_of_all_gpus_are_kept(monkeypatch: pytest.MonkeyPatch,
         state = seed.random_state()
     seed.restore_random_state(state)
     assert devices == {device: torch.tensor([7 + device]) for device in range(min(saved, there))}
+    if there:  # a rank on device 1 goes on where only one device is visible, or on another by --gpu
+        seed.restore_random_state(state | {"device": saved - 1})
+        assert devices[0] == torch.tensor([7 + saved - 1])

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 from torchvision import transforms
 from torchvision.transforms import functional as F
 
+from common.images import cache as image_cache
 from common.images import decode as decoder
 from common.images.args import ImageArgs
 from common.images.cache import CHUNK, pixel_cache
@@ -460,6 +461,12 @@ def test_the_cache_holds_the_pixels_and_is_shared(drawn: Path, tmp_path: Path, m
     assert decoded == 130
     for index in (0, CHUNK - 1, CHUNK, 129):
         np.testing.assert_array_equal(cache.pixels(index), data.pixels(index))
+    monkeypatch.setattr(image_cache, "MOST_MAPS", 2)
+    first = cache.pixels(0)
+    for index in (129, CHUNK, 0, 129, CHUNK, 0):
+        np.testing.assert_array_equal(cache.pixels(index), data.pixels(index))
+        assert len(cache._maps) <= 3
+    np.testing.assert_array_equal(first, data.pixels(0))
     monkeypatch.chdir(drawn)  # the same images by another path
     again, decoded = cached(ImageFolder(Path("train"), 32, training=True), tmp_path)
     assert (again.folder, decoded) == (cache.folder, 0)

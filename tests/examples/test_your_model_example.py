@@ -97,6 +97,19 @@ def test_an_evaluation_is_recorded_once_even_if_it_is_done_twice(programs: Progr
     assert steps == [result(tmp_path / "out")["steps"] // 2, result(tmp_path / "out")["steps"]]
 
 
+def test_a_restart_takes_no_checkpoint_of_an_earlier_run(programs: Programs, tmp_path: Path) -> None:
+    """torchrun's second attempt, after one that died before it came to its checkpoints, starts afresh, too."""
+    flags = ("-m", "examples.your_model", "--epochs", 1, "--out", tmp_path / "out")
+    programs.run(*flags)
+    die = "    data = load_data()\n    import os\n    os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os._exit(7)\n"
+    folder = mutated(tmp_path / "copy", ("examples/your_model/train.py", "    data = load_data()\n", die))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1)
+    said = programs.run(*torchrun, *flags, cwd=folder).stdout
+    assert "results of an earlier run were moved to" in said
+    assert "resumed from" not in said
+    assert "epoch 1/1" in said
+
+
 def frame(name: str) -> list[str]:
     """A program without its docstring, its imports, its four places, and its name in the last line."""
     text = (FOLDER / f"{name}.py").read_text()

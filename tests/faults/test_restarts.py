@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import Programs
 from tests.faults.conftest import FLAGS, TRAIN
 from tests.machine import here
-from tests.runs import RECORD, Eventually, accounted, losses, newest_step, result, tiny_imagenet
+from tests.runs import RECORD, Eventually, accounted, losses, newest_step, result, slow, tiny_imagenet
 
 TORCHRUN = ("-m", "torch.distributed.run")
 STEPS, EVERY = 108, 3
@@ -27,14 +27,15 @@ def same(out: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize(("nproc", "seed"), [(2, 0), (3, 1), (2, 2)])
 def test_six_kills_in_a_row(
-    programs: Programs, tmp_path: Path, tiny: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually,
+    programs: Programs, tmp_path: Path, folder: Path, undisturbed: dict[int, Path], eventually: Eventually,
     nproc: int, seed: int,
 ) -> None:  # fmt: skip
     """Each at a random moment after a restart, of a random rank; less than a checkpoint interval is done again."""
     chance, log = random.Random(seed), tmp_path / "log"
     process = programs.start(
         *TORCHRUN, "--standalone", "--nproc-per-node", nproc, "--max-restarts", 6, "--monitor-interval", 0.1,
-        *TRAIN, *FLAGS, "--checkpoint-every", EVERY, "--out", tmp_path, folder, cwd=tiny, log=log,
+        *TRAIN, *FLAGS, "--checkpoint-every", EVERY, "--out", tmp_path, folder, log=log,
+        cwd=tiny_imagenet(tmp_path / "slow", slow(0.03)),  # it lasts until the sixth
     )  # fmt: skip
     killed_at = []
     for kills in range(6):
