@@ -5,6 +5,8 @@ import os
 import time
 from pathlib import Path
 
+from common.launch.cgroup import cores
+
 LOOP = 0.2  # seconds that the loop below takes on a quiet core
 MOST = 20.0  # a program that hangs must end a test some day
 
@@ -26,7 +28,7 @@ def one_core_each() -> None:
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # what programs choose, and say, on a busy machine
     at_a_time = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if len(os.sched_getaffinity(0)) < 2 * at_a_time:
+    if cores() < 2 * at_a_time:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -34,4 +36,4 @@ def here(seconds: float) -> float:
     """What `seconds` on a quiet machine can become: by a measurement once per session, and by the load right now."""
     average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     load = max(float(average), int(running.partition("/")[0]))  # the average, of a minute, follows slowly
-    return seconds * min(MOST, max(1.0, _measured(), load / len(os.sched_getaffinity(0))))
+    return seconds * min(MOST, max(1.0, _measured(), load / cores()))

@@ -11,6 +11,7 @@ def test_a_disturbed_sample_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(harness.time, "monotonic", lambda: float(next(seconds)))
     monkeypatch.setattr(harness, "busy_seconds", lambda: busy[0])
     monkeypatch.setattr(harness, "busy_share", lambda _: 0.0)
+    monkeypatch.setattr(harness, "cores", lambda: 2)
 
     def measure() -> str:
         sample = next(samples)

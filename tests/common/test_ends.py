@@ -33,7 +33,7 @@ ALL = "    raise ValueError('as planned')\n"
 LATE = """    from common.launch.errors import UserError
     if local_rank == 0:
         import time
-        time.sleep(2)
+        time.sleep(1)  # of the 2 s after which it would be killed
     raise UserError('as planned')
 """
 

@@ -1,5 +1,6 @@
 """The notebook: it runs on a CPU from its first cell to its last, and its comparisons can fail."""
 
+import os
 import re
 import subprocess
 import sys
@@ -160,8 +161,9 @@ def test_outside_of_a_clone_it_makes_one(tmp_path: Path) -> None:
     source, elsewhere = mutated(tmp_path / "source"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     author = ("-c", "user.name=name", "-c", "user.email=name@example.org")
+    env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}  # no hooks, no signatures
     for words in (["init", "--quiet"], ["add", "."], [*author, "commit", "--quiet", "-m", "all"]):
-        subprocess.run(["git", *words], cwd=source, check=True)
+        subprocess.run(["git", *words], cwd=source, env=env, check=True)
     said = first_cell(elsewhere, answer=f"file://{source}\n")
     assert said.endswith(f"in {elsewhere / 'repository'}, installed: nothing, all packages are there\n")
     assert (elsewhere / "repository" / "examples" / "notebook.ipynb").read_bytes() == PAGE.read_bytes()

@@ -14,7 +14,7 @@ from tests.runs import tiny_imagenet
 
 TRAIN = ("-m", "examples.imagenet_ddp")
 # 101 images: 9 steps in an epoch, the last one with 5; neither 2 nor 3 divides 101
-FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32")
+FLAGS = ("--epochs", 12, "-b", 12, "--image-size", 32, "--lr", 0.05, "--precision", "fp32", "--threads", 1)
 
 
 @pytest.fixture(scope="session")
