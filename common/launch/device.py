@@ -11,6 +11,8 @@ from common.launch.errors import UserError
 from common.launch.flags import Launch
 from common.launch.place import Place, current
 
+kind = ""
+"""The kind of device that this process has chosen: cuda or cpu."""
 _share: int | None = None
 SHARING_NCCL = (2, 30)
 """The first version of nccl in which ranks may share a device, with NCCL_MULTI_RANK_GPU_ENABLE."""
@@ -32,6 +34,7 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
     Raises:
         UserError: a device or backend that this machine does not have.
     """
+    global kind
     asked = flags.device == "cuda" or flags.gpu is not None
     available = torch.cuda.is_available()
     cuda = asked or (flags.device == "auto" and not flags.no_accel and available)
@@ -44,6 +47,7 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
         raise UserError(
             "--dist-backend nccl needs CUDA devices, and torch sees none; use --dist-backend gloo"
         )
+    kind = "cuda" if cuda else "cpu"
     if not cuda:
         return torch.device("cpu"), "gloo"
     devices, backend = torch.cuda.device_count(), _cuda_backend(flags)

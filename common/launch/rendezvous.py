@@ -66,6 +66,7 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
         "size": size,
         "attempt": int(os.environ.get(RESTARTS, "0")),
         "machine": machine(),
+        "device": device.kind,
     }
     here = place.current()
     alone = here.launcher == "plain" and size == 1
@@ -80,9 +81,23 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
     neighbours = sum(member["machine"] == me["machine"] for member in members)
     device.share_cores(here, neighbours)
     joined = store
+    _check_devices([member["device"] for member in members])
     roll = [member["who"] for member in members]
     watcher.watch(roll, members[0]["name"], listening, timeout.total_seconds())
     yield store, rank, size
+
+
+def _check_devices(kinds: list[str]) -> None:
+    """Before nccl waits for a rank that has no device.
+
+    Raises:
+        UserError: some ranks have a CUDA device, and others train on the CPU.
+    """
+    if {"cuda", "cpu"} <= set(kinds):
+        raise UserError(
+            f"rank {kinds.index('cuda')} has a CUDA device and rank {kinds.index('cpu')} has none "
+            f"that torch can use: look for its GPU there, or give --device cpu to all"
+        )
 
 
 register_rendezvous_handler(JOB.partition(":")[0], _handler)

@@ -49,6 +49,17 @@ def test_an_end_before_the_ranks_meet_is_said_once(programs: Programs, tmp_path:
     assert len(said) == 1, done.stderr
 
 
+@pytest.mark.parametrize("start", STARTS)
+def test_ranks_on_different_kinds_of_devices_are_named(programs: Programs, tmp_path: Path, start: str) -> None:
+    """As where one node's driver is broken, and --device auto."""
+    kind = ("common/launch/device.py", 'kind = "cuda" if cuda else "cpu"', 'kind = ("cuda", "cpu")[local_rank]')
+    code = mutated(tmp_path / "code", kind)
+    done = programs.run(*STARTS[start], "--out", tmp_path / "out", cwd=code, code=2 if start == "spawn" else 1)
+    line = "error: rank 0 has a CUDA device and rank 1 has none that torch can use: look for its GPU there"
+    assert done.stderr.count(line) == 1, done.stderr
+    assert "Traceback" not in done.stderr.partition("torch/distributed/elastic")[0]
+
+
 def test_ranks_that_do_not_stop_are_killed_and_named_once(programs: Programs) -> None:
     process = programs.start(*JOBS, "deaf", "--nproc", 2, env={"PET_SHUTDOWN_TIMEOUT": "1"})
     assert process.stdout is not None
