@@ -9,7 +9,7 @@ REACHED = "an attempt has reached its checkpoints"
 
 
 def go_on() -> bool:
-    """Whether this is a restart that goes on from the job's own checkpoints.
+    """Whether this is a restart that continues from the job's own checkpoints.
 
     Every rank calls this, once, before checkpoints are moved or written. An attempt that died
     before it came so far has left none: those in the folder are an earlier run's. Where the store
