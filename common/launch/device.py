@@ -11,8 +11,8 @@ from common.launch.errors import UserError
 from common.launch.flags import Launch
 from common.launch.place import Place, current
 
-kind = ""
-"""The kind of device that this process has chosen: cuda or cpu."""
+chosen = ""
+"""The backend that this process has chosen: nccl or gloo."""
 _share: int | None = None
 SHARING_NCCL = (2, 30)
 """The first version of nccl in which ranks may share a device, with NCCL_MULTI_RANK_GPU_ENABLE."""
@@ -34,7 +34,7 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
     Raises:
         UserError: a device or backend that this machine does not have.
     """
-    global kind
+    global chosen
     asked = flags.device == "cuda" or flags.gpu is not None
     available = torch.cuda.is_available()
     cuda = asked or (flags.device == "auto" and not flags.no_accel and available)
@@ -47,15 +47,15 @@ def choose_device(flags: Launch, local_rank: int) -> tuple[torch.device, str]:
         raise UserError(
             "--dist-backend nccl needs CUDA devices, and torch sees none; use --dist-backend gloo"
         )
-    kind = "cuda" if cuda else "cpu"
+    chosen = _cuda_backend(flags) if cuda else "gloo"
     if not cuda:
         return torch.device("cpu"), "gloo"
-    devices, backend = torch.cuda.device_count(), _cuda_backend(flags)
+    devices = torch.cuda.device_count()
     if flags.gpu is not None and flags.gpu >= devices:
         raise UserError(f"--gpu {flags.gpu}: this machine has CUDA devices 0 to {devices - 1}")
     device = torch.device("cuda", local_rank % devices if flags.gpu is None else flags.gpu)
     torch.cuda.set_device(device)  # collectives and allocations that name no device go there
-    return device, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    return device, "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
 
 
 def ranks_share_devices() -> bool:

@@ -66,7 +66,7 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
         "size": size,
         "attempt": int(os.environ.get(RESTARTS, "0")),
         "machine": machine(),
-        "device": device.kind,
+        "backend": device.chosen,
     }
     here = place.current()
     alone = here.launcher == "plain" and size == 1
@@ -81,22 +81,23 @@ def _handler(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[dist.Stor
     neighbours = sum(member["machine"] == me["machine"] for member in members)
     device.share_cores(here, neighbours)
     joined = store
-    _check_devices([member["device"] for member in members])
+    _check_backends([member["backend"] for member in members])
     roll = [member["who"] for member in members]
     watcher.watch(roll, members[0]["name"], listening, timeout.total_seconds())
     yield store, rank, size
 
 
-def _check_devices(kinds: list[str]) -> None:
-    """Before nccl waits for a rank that has no device.
+def _check_backends(chosen: list[str]) -> None:
+    """Before nccl waits for a rank that does not use it.
 
     Raises:
-        UserError: some ranks have a CUDA device, and others train on the CPU.
+        UserError: some ranks have chosen nccl, and others gloo.
     """
-    if {"cuda", "cpu"} <= set(kinds):
+    if {"nccl", "gloo"} <= set(chosen):
+        nccl, gloo = (chosen.index(name) for name in ("nccl", "gloo"))
         raise UserError(
-            f"rank {kinds.index('cuda')} has a CUDA device and rank {kinds.index('cpu')} has none "
-            f"that torch can use: look for its GPU there, or give --device cpu to all"
+            f"rank {nccl} has chosen nccl and rank {gloo} gloo, because it has no CUDA device of "
+            f"its own: look for its GPU, or give --dist-backend gloo to all"
         )
 
 

@@ -173,7 +173,7 @@ def train(args: Args, device: torch.device) -> None:
 
         for epoch in run.epochs(args.epochs):
             sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            model.train()  # from_pretrained gives a model that evaluates
+            model.train()  # from_pretrained gives a model in evaluation mode
             for inputs, labels in run.steps(loader):
                 # The last batch may be smaller, and the sampler pads it with repeated samples, at
                 # the end, because DDP needs all ranks in every step.

@@ -546,7 +546,7 @@ def test_without_rank_0_the_others_say_so() -> None:
 def test_the_workers_count_the_most_restarts_of_any_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or those of a node that came later would train from the start, beside others that go on."""
     others = [
-        member(rank, 3, attempt)[0] | {"machine": "", "device": "", "who": None} for rank, attempt in ((1, 3), (2, 0))
+        member(rank, 3, attempt)[0] | {"machine": "", "backend": "", "who": None} for rank, attempt in ((1, 3), (2, 0))
     ]
     monkeypatch.setattr(place, "_current", Place("torchrun", 1, 0, 3, 1, 0, 0, "127.0.0.1", 0, Launch()))
     monkeypatch.setattr(rendezvous, "joined", None)

@@ -50,12 +50,12 @@ def test_an_end_before_the_ranks_meet_is_said_once(programs: Programs, tmp_path:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_ranks_on_different_kinds_of_devices_are_named(programs: Programs, tmp_path: Path, start: str) -> None:
+def test_ranks_with_different_backends_are_named(programs: Programs, tmp_path: Path, start: str) -> None:
     """As where one node's driver is broken, and --device auto."""
-    kind = ("common/launch/device.py", 'kind = "cuda" if cuda else "cpu"', 'kind = ("cuda", "cpu")[local_rank]')
-    code = mutated(tmp_path / "code", kind)
+    choice = ('chosen = _cuda_backend(flags) if cuda else "gloo"', 'chosen = ("nccl", "gloo")[local_rank]')
+    code = mutated(tmp_path / "code", ("common/launch/device.py", *choice))
     done = programs.run(*STARTS[start], "--out", tmp_path / "out", cwd=code, code=2 if start == "spawn" else 1)
-    line = "error: rank 0 has a CUDA device and rank 1 has none that torch can use: look for its GPU there"
+    line = "error: rank 0 has chosen nccl and rank 1 gloo, because it has no CUDA device of its own: look for its GPU"
     assert done.stderr.count(line) == 1, done.stderr
     assert "Traceback" not in done.stderr.partition("torch/distributed/elastic")[0]
 

@@ -266,10 +266,9 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     job = programs.start(*run, log=log)
     eventually((out / "best.safetensors").exists, 60, "an epoch")
     eventually(lambda: says(programs, out).endswith("the run makes progress: no rank hangs\n"), 60, "a healthy run")
-    step, loss, speed = asked_twice(programs, out, eventually)
+    step, loss = asked_twice(programs, out, eventually)
     assert step > 12
     assert 0 < loss < 3
-    assert speed > 0
     *_, head, first, second, _ = (line.split() for line in says(programs, out).splitlines())
     assert head == ["rank", "node", "step", "does", "call", "group", "shape", "bytes", "line", "since"]
     assert [first[:2], second[:2]] == [["0", "0"], ["1", "0"]]
@@ -288,17 +287,17 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
 
 
 def asked_twice(programs: Programs, out: Path, eventually: Eventually) -> list[float]:
-    """Step, loss and speed of rank 1 by `common.top`, asked until it answers twice, with steps between."""
+    """Step and loss of rank 1 by `common.top`, asked until it answers twice, with steps between."""
     ranks = list[str]()
 
     def moves() -> bool:
         reads, *ranks[:] = programs.run("-m", "common.top", out, "--times", 2).stdout.splitlines()
         assert reads == f"asking the 2 ranks of {out}/ranks.json, every 1 s ..."
         assert [line.split()[0] for line in ranks] == ["rank", "0", "1"] * 2
-        return not {"-", "0.0"} & set(ranks[-1].split()[2:5])
+        return not {"-", "0.0"} & set(ranks[-1].split()[2:5])  # step, loss, speed
 
     eventually(moves, 60, "steps between two answers")
-    return [float(number) for number in ranks[-1].split()[2:5]]
+    return [float(number) for number in ranks[-1].split()[2:4]]
 
 
 def says(programs: Programs, out: Path) -> str:
