@@ -53,8 +53,9 @@ def short(module: str) -> str:
 
 
 def _about(path: Path) -> str:
-    path = path.with_name("__init__.py") if path.name == "__main__.py" else path
-    line = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+    package = path.with_name("__init__.py")
+    path = package if path.name == "__main__.py" and package.exists() else path
+    line = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
     about = re.sub(r"^`python -m [^`]*`: |^[a-z_.]+: |:? `python -m .*", "", line)
     about = about.split(". ")[0].rstrip(".:")
     return about[:1].upper() + about[1:] if " " in about else about

@@ -8,6 +8,7 @@
 | memory | of the process; `peak` is that of its CUDA device |
 """
 
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from tyro.conf import Positional, arg
 from common.launch.args import fail, parse
 from common.launch.console import say
 from common.launch.errors import UserError
+from common.launch.flags import at_least
 from common.launch.who import ask
 from common.launch.who.table import columns
 from common.launch.who.words import State, doing, size
@@ -38,25 +40,45 @@ class Args:
     times: Annotated[int, arg(metavar="N")] = 0
     """End after so many tables (0: when the run ends)."""
 
+    def __post_init__(self) -> None:
+        at_least(0, every=self.every, times=self.times)
+
 
 def main() -> None:
-    """Ask and print, again and again."""
+    """Ask and print, again and again, until the run ends or the user presses Ctrl-C."""
     args = parse(Args, command="python -m common.top")
     try:
         job = ask.Job.of(args.folder)
+        read = say(job.asked(args.folder, f"every {args.every:g} s"))
+        _show(args, job, read)
     except UserError as error:
         fail(error)
-    read = say(job.asked(args.folder, f"every {args.every:g} s"))
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _show(args: Args, job: ask.Job, read: bool) -> None:
     before, shown = job.everybody(), 0
     while read and (args.times == 0 or shown < args.times):
         time.sleep(args.every)
+        now = _now(args.folder)
+        if now is not None and now.token != job.token:  # torchrun has started other processes
+            job, before = now, now.everybody()
         states = job.everybody()
-        if all(state.get("silent") == "gone" for state in states):
+        if now is None or all(state.get("silent") == "gone" for state in states):
             say("all ranks have ended")
             return
         home = "\033[H\033[2J" if sys.stdout.isatty() else ""
         read = say(f"{home}{live(states, before)}")
         before, shown = states, shown + 1
+
+
+def _now(folder: Path) -> ask.Job | None:
+    """The job of the folder, or None if it has ended: its ranks may be on other machines."""
+    try:
+        return ask.Job.of(folder)
+    except UserError:
+        return None
 
 
 def live(states: Sequence[State], before: Sequence[State]) -> str:

@@ -36,7 +36,10 @@ def engine(env: Mapping[str, str]) -> str:
         SystemExit: there is none.
     """
     if "ENGINE" in env:
-        return env["ENGINE"]
+        if shutil.which(env["ENGINE"]):
+            return env["ENGINE"]
+        print(f"error: ENGINE={env['ENGINE']}: there is no such command", file=sys.stderr)
+        raise SystemExit(2)
     docker = shutil.which("docker")
     if docker and subprocess.run([docker, "info"], capture_output=True, check=False).returncode == 0:
         return "docker"

@@ -51,14 +51,15 @@ def main(argv: list[str], env: Env) -> int:
     flags.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND, or -- FLAGS")
     args = flags.parse_args(argv)
     words = args.command[args.command[:1] == ["--"] :]
-    if not words or words[0].startswith("-"):
+    own = bool(words) and not words[0].startswith("-")
+    if not own:
         if "PROGRAM" not in env:
             return _complain("no command: give one after --", 2)
         program, *defaults = env["PROGRAM"].split()
         if any(word.split("=")[0] == "--gpu" for word in words):  # one process, on that device
             defaults = []
         words = [sys.executable, "-m", program, *defaults, *words]
-    return Supervisor(words, env, args.grace, args.stuck).run()
+    return Supervisor(words, env, args.grace, args.stuck).run(foreground=own)
 
 
 class Supervisor:
@@ -84,8 +85,18 @@ class Supervisor:
         self.torchrun = "torch.distributed.run" in command or command[0].endswith("torchrun")
         self.workers = Workers()
 
-    def run(self) -> int:
-        """Start the command and wait until nothing is left of it."""
+    def run(self, foreground: bool) -> int:
+        """Start the command and wait until nothing is left of it.
+
+        Args:
+            foreground: whether it may read from the terminal, if there is one: a shell, a debugger.
+        """
+
+        def prepare() -> None:
+            if foreground:
+                take_terminal()
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
         become_reaper()
         # Blocked signals queue up until `_pause` takes them, whatever was done with them before.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
@@ -95,8 +106,8 @@ class Supervisor:
             process = subprocess.Popen(
                 self.command,
                 env=self.env,
-                process_group=0,  # Ctrl-C reaches it once, through us
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+                process_group=0,  # Ctrl-C reaches it once: through us, or from its own terminal
+                preexec_fn=prepare,
             )
         except OSError as error:
             return _complain(f"{self.command[0]} cannot be started ({error.strerror})", 2)
@@ -189,6 +200,13 @@ class Supervisor:
         if reason := last_words(notes, noted, self.torchrun):
             print(reason, file=sys.stderr, flush=True)
         return noted
+
+
+def take_terminal() -> None:
+    """Make this process's group the one that its terminal listens to: another is stopped when it reads."""
+    with contextlib.suppress(OSError):  # there is no terminal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})  # what a group in the background gets for this
+        os.tcsetpgrp(0, os.getpid())
 
 
 class Workers:

@@ -46,4 +46,11 @@ def judge(check: str, wrong: bool, found: str, remedy: str, state: State = "warn
 
 def packages() -> str:
     """The packages that matter, with their versions."""
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"

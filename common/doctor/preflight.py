@@ -10,7 +10,9 @@ in the flags.
 """
 
 import json
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
@@ -45,10 +47,13 @@ def main_worker(local_rank: int, place: Place, args: Args) -> None:
     try:
         dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
     except (UserError, RuntimeError, ValueError) as error:
-        if local_rank == 0:  # what this node knows is all that can be said
-            remedy = "see the findings above, the host name and the interfaces first"
-            mine.append(Finding("process group", "error", first_line(error), remedy))
-            show({place.worker(local_rank).rank: mine}, here)
+        if local_rank != 0:  # torchrun ends all as soon as one ends: local rank 0 speaks first
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+            sys.exit(1)
+        remedy = "see the findings above, the host name and the interfaces first"
+        mine.append(Finding("process group", "error", first_line(error), remedy))
+        show({place.worker(local_rank).rank: mine}, here)  # what this node knows is all there is
         sys.exit(1)
     everybody = gather_objects(mine + examine(TOGETHER, here))
     healthy = broadcast_object(lambda: show(dict(enumerate(everybody)), here))
@@ -63,7 +68,7 @@ def examine(checks: Mapping[str, Check], here: Here) -> list[Finding]:
     for name, check in checks.items():
         try:
             findings += check(here)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
             remedy = "this check failed: see the message"
             findings.append(Finding(name, "error", first_line(error), remedy))
     return findings

@@ -77,8 +77,10 @@ class Launch:
                 f"--gpu {self.gpu} is for a single process; "
                 f"CUDA_VISIBLE_DEVICES chooses devices for several"
             )
-        if self.timeout <= 0:
+        if not 0 < self.timeout < math.inf:
             raise UserError(f"--timeout {self.timeout:g}: give a positive number of seconds")
+        if self.gpu is not None and self.gpu < 0:
+            raise UserError(f"--gpu {self.gpu}: devices are numbered from 0")
         if self.threads < 0:
             raise UserError(
                 f"--threads {self.threads}: give a positive number, or 0 to share the cores"
@@ -143,6 +145,19 @@ def at_least(least: int, **values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not least <= value < math.inf:
             raise UserError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+
+
+def check_cpu_only(launch: Launch) -> None:
+    """Refuse flags that choose a GPU, for a program that has nothing to do on one.
+
+    Raises:
+        UserError: one of them is given.
+    """
+    if launch.device == "cuda" or launch.gpu is not None or launch.dist_backend == "nccl":
+        raise UserError(
+            "this program works on the CPU, with gloo: leave out --device cuda, --gpu and "
+            "--dist-backend nccl"
+        )
 
 
 def share(**values: float) -> None:

@@ -51,9 +51,11 @@ def listen(port: int, loopback: bool) -> socket.socket:
         return socket.create_server(("", port), family=family, backlog=512, dualstack_ipv6=True)
     except OSError as error:
         reason = os.strerror(error.errno or errno.EINVAL)
+        choose = "choose another port in --dist-url, or leave it out on one machine"
+        if "PET_NNODES" in os.environ:
+            choose = "beside the training of this pod, give --nnodes 1"
         raise UserError(
-            f"port {port} cannot be used ({reason}): another job may hold it; "
-            f"choose another port in --dist-url, or leave it out on one machine"
+            f"port {port} cannot be used ({reason}): another job may hold it; {choose}"
         ) from None
 
 

@@ -64,7 +64,7 @@ def _torchrun(flags: Launch, env: Mapping[str, str]) -> Place:
         rank=rank,
         local_rank=local,
         host=env.get("MASTER_ADDR", "127.0.0.1"),
-        port=_number(env, "MASTER_PORT", DEFAULT_PORT),
+        port=_port(env, "MASTER_PORT"),
         flags=flags,
         warnings=_ignored(flags, "torchrun"),
         store_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -93,7 +93,7 @@ def _slurm(flags: Launch, env: Mapping[str, str], size: int) -> Place:
         rank=_number(env, "SLURM_PROCID"),
         local_rank=_number(env, "SLURM_LOCALID"),
         host="127.0.0.1" if nodes == 1 else host,
-        port=_number(env, "MASTER_PORT", port),
+        port=_port(env, "MASTER_PORT", port),
         flags=flags,
         warnings=_ignored(flags, "srun"),
     )
@@ -101,25 +101,36 @@ def _slurm(flags: Launch, env: Mapping[str, str], size: int) -> Place:
 
 def _from_pet(flags: Launch, env: Mapping[str, str], devices: Callable[[], int]) -> Launch:
     """`PET_*` configures torchrun; a program started without torchrun obeys the same five."""
-    nodes, nproc = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
-    if ":" in nodes and len(set(nodes.split(":"))) > 1:
+    nodes, nproc, typed = env.get("PET_NNODES", "1"), flags.nproc, flags.world_size != -1
+    if not typed and ":" in nodes and len(set(nodes.split(":"))) > 1:
         raise UserError(
             f"PET_NNODES={nodes} is elastic, which needs torchrun: start with `torchrun -m MODULE`"
         )
-    if nproc in ("gpu", "auto", "cpu"):
-        nproc = str(1 if nproc == "cpu" else max(1, devices()))
-    count = {"PET_NNODES": nodes.split(":")[0], "PET_NPROC_PER_NODE": nproc}
-    host, port = env.get("PET_MASTER_ADDR", "127.0.0.1"), env.get("PET_MASTER_PORT", DEFAULT_PORT)
-    several = _number(count, "PET_NNODES") > 1
-    meeting = f"tcp://{address(host, int(port))}" if several or "PET_MASTER_ADDR" in env else None
-    world_size, rank = flags.world_size, flags.rank
+    if nproc is None and "PET_NPROC_PER_NODE" in env:
+        nproc = _processes(env, devices)
+    if nproc is None and not flags.multiprocessing_distributed:  # which counts the devices
+        nproc = 1
+    rank, count = flags.rank, {"PET_NNODES": nodes.split(":")[0]}
+    world_size = flags.world_size if typed else _number(count, "PET_NNODES")
+    alone = world_size == 1  # no other node has to know a port
+    if rank == -1 and not (typed and alone):
+        rank = _number(env, "PET_NODE_RANK", 0)
+    host, port = env.get("PET_MASTER_ADDR", "127.0.0.1"), _port(env, "PET_MASTER_PORT")
+    meeting = None if alone else f"tcp://{address(host, port)}"
     return replace(
         flags,
-        nproc=flags.nproc or _number(count, "PET_NPROC_PER_NODE"),
-        world_size=_number(count, "PET_NNODES") if world_size == -1 else world_size,
-        rank=_number(env, "PET_NODE_RANK", 0) if rank == -1 else rank,
+        nproc=nproc,
+        world_size=world_size,
+        rank=rank,
         dist_url=flags.dist_url or meeting,
     )
+
+
+def _processes(env: Mapping[str, str], devices: Callable[[], int]) -> int:
+    """PET_NPROC_PER_NODE: a number or, as torchrun has it, a word."""
+    if env["PET_NPROC_PER_NODE"] in ("gpu", "auto"):
+        return max(1, devices())
+    return 1 if env["PET_NPROC_PER_NODE"] == "cpu" else _number(env, "PET_NPROC_PER_NODE")
 
 
 def _spawn(flags: Launch, env: Mapping[str, str], devices: Callable[[], int]) -> Place:
@@ -141,7 +152,8 @@ def _spawn(flags: Launch, env: Mapping[str, str], devices: Callable[[], int]) ->
     host, port = _meeting_point(flags, env, nodes, from_env)
     named = flags.nproc is not None or flags.multiprocessing_distributed
     several = named or nodes > 1 or flags.dist_url is not None
-    local_size = flags.nproc or (max(1, devices()) if flags.multiprocessing_distributed else 1)
+    per_device = flags.multiprocessing_distributed and flags.device != "cpu" and not flags.no_accel
+    local_size = flags.nproc or (max(1, devices()) if per_device else 1)
     return Place(
         launcher="spawn" if several else "plain",
         num_nodes=nodes,
@@ -174,7 +186,7 @@ def _meeting_point(
         raise UserError(
             f"--world-size {nodes} needs --dist-url tcp://HOST:PORT of node 0 (or MASTER_ADDR)"
         )
-    return env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", DEFAULT_PORT)
+    return env.get("MASTER_ADDR", "127.0.0.1"), _port(env, "MASTER_PORT")
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -223,3 +235,10 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         return int(text or "")
     except ValueError:
         raise UserError(f"{name}={text!r} in the environment is not a number") from None
+
+
+def _port(env: Mapping[str, str], name: str, default: int = DEFAULT_PORT) -> int:
+    port = _number(env, name, default)
+    if not 0 <= port < 1 << 16:
+        raise UserError(f"{name}={port} in the environment: ports go from 0 to 65535")
+    return port

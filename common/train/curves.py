@@ -93,7 +93,7 @@ def draw_panels(path: Path, panels: Mapping[str, Mapping[str, Line]], title: str
     colours = dict(zip(labels, cycle(COLOURS), strict=False))
     for axis, (name, lines) in zip(axes[:, 0], panels.items(), strict=True):
         _draw_panel(axis, lines, colours)
-        axis.set_title(name, loc="left", fontsize=9)
+        axis.set_title(name, loc="left", fontsize=9, y=1)  # without y, all labels are measured
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("step")

@@ -58,9 +58,10 @@ def reduce(tour: Tour) -> None:
 def all_reduce(tour: Tour) -> None:
     """All ranks get the result. Old texts call `dist.ReduceOp.SUM` `dist.reduce_op.SUM`."""
     values = [peer + 1 for peer in range(tour.world_size)]
-    results = {"SUM": sum(values), "PRODUCT": math.prod(values), "MIN": 1, "MAX": tour.world_size}
+    factors = values[:12] + [1] * (tour.world_size - 12)  # 14! is not a number of float32
+    results = {"SUM": sum(values), "PRODUCT": math.prod(factors), "MIN": 1, "MAX": tour.world_size}
     for name, result in results.items():
-        value = tour.numbers(tour.rank + 1.0)
+        value = tour.numbers(float((factors if name == "PRODUCT" else values)[tour.rank]))
         before = text(value)
         dist.all_reduce(value, getattr(dist.ReduceOp, name))
         tour.show(f"all_reduce {name}", before, value, [result])

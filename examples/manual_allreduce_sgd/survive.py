@@ -28,7 +28,7 @@ from common.data.idx import ImageData, image_data
 from common.launch.args import fail, start
 from common.launch.console import say
 from common.launch.errors import Lost, UserError
-from common.launch.flags import IDX, Launch, at_least, share
+from common.launch.flags import IDX, Launch, at_least, check_cpu_only, share
 from common.launch.members import join, keep
 from common.launch.place import Place
 from common.launch.record import record
@@ -70,6 +70,7 @@ class Args:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)
         at_least(0, lr=self.lr, seed=self.seed)
         share(momentum=self.momentum)
+        check_cpu_only(self.launch)
 
 
 def train(args: Args, data: ImageData, membership: Membership, done: int) -> None:

@@ -16,7 +16,7 @@ from tyro.conf import OmitArgPrefixes
 from common.data.samplers import Shard
 from common.launch.args import start
 from common.launch.collectives import print0
-from common.launch.flags import Launch, at_least
+from common.launch.flags import Launch, at_least, check_cpu_only
 from common.launch.place import Place
 from common.launch.record import record
 from common.launch.rendezvous import JOB
@@ -36,6 +36,7 @@ class Args:
 
     def __post_init__(self) -> None:
         at_least(1, samples=self.samples, epochs=self.epochs)
+        check_cpu_only(self.launch)
 
 
 def main(place: Place, args: Args) -> None:

@@ -17,6 +17,8 @@ from examples.resnet_pipeline.split_backward import (
     recorded,
 )
 
+LONGEST = 10.0  # seconds of measuring, after the first runs
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -47,6 +49,8 @@ def measure(
 ) -> tuple[LayerCost, ...]:
     """Time each block, forward and both halves backward (the fastest of `repeats`, after one).
 
+    Of slow runs fewer count: other ranks may be waiting.
+
     The micro-batch goes through all blocks, as in training. A block alone would get its memory from
     the operating system every time: the first blocks, whose activations are the largest, would seem
     half as slow again as they are.
@@ -60,7 +64,10 @@ def measure(
     row = blocks(model)
     stages = [Stage([block], amp) for block in row]
     outputs = _outputs(stages, images)
-    runs = [_seconds(stages, images) for _ in range(repeats + 1)][1:]
+    _seconds(stages, images)
+    runs, start = [_seconds(stages, images)], time.monotonic()
+    while len(runs) < repeats and time.monotonic() - start < LONGEST:
+        runs.append(_seconds(stages, images))
     by_block = zip(*runs, strict=True)
     costs = []
     for block, stage, output, times in zip(row, stages, outputs, by_block, strict=True):

@@ -34,6 +34,7 @@ from common.launch.args import fail, parse
 from common.launch.errors import UserError
 from common.launch.flags import at_least
 from common.train.amp import MixedPrecision
+from common.train.files import check_writable
 from common.train.precision import Precision
 from examples.resnet_pipeline.costs import measure
 from examples.resnet_pipeline.model import build
@@ -68,6 +69,13 @@ class Args:
     def __post_init__(self) -> None:
         at_least(1, batch_size=self.batch_size, image_size=self.image_size, rounds=self.rounds)
         at_least(1, split_size=min((self.split_size, *self.sweep)))
+        for size in (self.split_size, *self.sweep):
+            last = (self.batch_size - 1) % min(size, self.batch_size) + 1
+            if last == 1 and self.image_size <= 32:  # the last activations are 1x1
+                raise UserError(
+                    f"a batch of {self.batch_size} split by {size} has a micro-batch of one "
+                    f"sample: BatchNorm cannot normalise over one value; choose another split size"
+                )
 
 
 class Unsplit:
@@ -161,6 +169,7 @@ def draw_sweep(path: Path, found: dict[int, float], batch: int, alone: float) ->
 def main(args: Args) -> None:
     """Measure the four ways, check that they compute the same, and draw."""
     devices = two_devices(args.devices)
+    check_writable(args.out, "--out")
     torch.set_num_threads(1)  # a "device" of a CPU is a core
     torch.manual_seed(0)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
@@ -179,7 +188,6 @@ def main(args: Args) -> None:
     for form in (unsplit, halves, textbook):
         form.step(images, labels, args.split_size)
     check_gradients(unsplit.model, textbook.model, halves)
-    args.out.mkdir(parents=True, exist_ok=True)
     compare(args, unsplit, textbook, halves, images, labels)
 
 

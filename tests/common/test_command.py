@@ -10,6 +10,7 @@ import pytest
 from common.command import SHELLS, flags_class, main, programs, short
 from common.launch.usage import flags_of
 from tests.conftest import ROOT, Programs
+from tests.runs import mutated
 
 COMMAND = ("-m", "common.command")
 COMPLETE = """
@@ -39,6 +40,15 @@ def test_all_programs_that_pages_start_are_listed(programs: Programs) -> None:
     }
     assert len(known) > 25
     assert max(map(len, listed.splitlines())) < 100
+
+
+def test_a_program_of_the_user_needs_no_docstring(programs: Programs, tmp_path: Path) -> None:
+    project = mutated(tmp_path)
+    (project / "examples" / "bare").mkdir()
+    for path in (project / "examples" / "bare" / "__main__.py", project / "examples" / "scratch.py"):
+        path.write_text('if __name__ == "__main__":\n    pass\n')
+    listed = programs.run(*COMMAND, cwd=project).stdout
+    assert {"bare", "scratch"} <= set(re.findall(r"^  (\S+) *$", listed, re.MULTILINE))
 
 
 def test_it_becomes_the_program(programs: Programs) -> None:

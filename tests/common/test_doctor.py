@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.doctor import job, machine, preflight
+from common.doctor import findings, job, machine, preflight
 from common.doctor.args import Args
 from common.doctor.findings import Finding, Findings, Here
 from common.launch.flags import Launch
@@ -81,6 +82,16 @@ def test_what_a_node_knows_is_said_once_though_the_ranks_do_not_meet(
     by_check = {finding["check"]: finding["found"] for finding in findings}
     assert "user" in by_check, "what does not need the others"
     assert by_check["process group"].startswith("the first node, 127.0.0.1:")
+
+
+def test_under_torchrun_no_rank_ends_before_its_node_has_spoken(programs: Programs, tmp_path: Path) -> None:
+    """torchrun ends all as soon as one has ended."""
+    late = '        remedy = "see the findings above'
+    change = ("common/doctor/preflight.py", late, f"        __import__('time').sleep(2)\n{late}")
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *DOCTOR, "--out", tmp_path / "out")
+    env = {"GLOO_SOCKET_IFNAME": "none0"}
+    said = programs.run(*words, code=1, env=env, cwd=mutated(tmp_path / "project", change)).stdout
+    assert {tuple(finding["ranks"]) for finding in json.loads(said)["findings"]} == {(0,)}
 
 
 def test_nodes_that_do_not_share_a_folder_are_named(programs: Programs, tmp_path: Path, free_port: int) -> None:
@@ -193,6 +204,11 @@ def test_memory_is_that_of_the_machine_and_of_its_container(monkeypatch: pytest.
     assert states(machine.memory(here())) == ["ok"]
     monkeypatch.setattr(machine, "memory_left", lambda: 999_999_999)
     assert states(machine.memory(here())) == ["warning"]
+
+
+def test_a_package_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "PACKAGES", ("torch", "of_nobody"))
+    assert findings.packages() == f"torch {version('torch')}, of_nobody is not installed"
 
 
 def test_a_check_that_cannot_be_made_does_not_end_the_others() -> None:

@@ -195,6 +195,8 @@ def place(flags: Launch, env: Mapping[str, str], devices: int = 0) -> Place:
         ),
         ({}, {"PET_NPROC_PER_NODE": "2"}, {"launcher": "spawn", "world_size": 2, "num_nodes": 1, "host": "127.0.0.1"}),
         ({}, {"PET_NNODES": "1:1", "PET_NPROC_PER_NODE": "cpu"}, {"world_size": 1}),
+        # in a pod of several, beside its training: a job of its own, at a port that is free
+        ({"world_size": 1}, PET, {"world_size": 3, "num_nodes": 1, "rank": 0, "host": "127.0.0.1", "port": 0}),
     ],
 )
 def test_places(flags: dict[str, Any], env: dict[str, str], expected: dict[str, Any]) -> None:
@@ -248,6 +250,13 @@ def test_one_process_per_device() -> None:
     assert (found.world_size, found.rank) == (8, 4)  # world size = nodes x devices, rank = node x devices + device
     assert [found.worker(device).rank for device in range(4)] == [4, 5, 6, 7]
     assert place(Launch(), {"PET_NPROC_PER_NODE": "gpu"}, devices=2).world_size == 2
+    # The pod's variables say nothing of processes; and they do.
+    pod = {name: value for name, value in PET.items() if name != "PET_NPROC_PER_NODE"}
+    assert place(Launch(multiprocessing_distributed=True), pod, devices=8).world_size == 2 * 8
+    assert place(Launch(multiprocessing_distributed=True), PET, devices=8).world_size == 2 * 3
+    assert place(Launch(), pod, devices=8).world_size == 2
+    for on_cpu in ({"device": "cpu"}, {"no_accel": True}):
+        assert place(Launch(multiprocessing_distributed=True, **on_cpu), {}, devices=8).world_size == 1
 
 
 def test_devices_are_not_counted_without_need() -> None:
@@ -269,6 +278,9 @@ def test_flags_that_a_launcher_overrules_warn(env: dict[str, str]) -> None:
         ({"world_size": 0}, {}, "--world-size 0"),
         ({"rank": -2}, {}, "--rank -2"),
         ({"timeout": 0}, {}, "--timeout 0"),
+        ({"timeout": float("inf")}, {}, "--timeout inf"),
+        ({"timeout": float("nan")}, {}, "--timeout nan"),
+        ({"gpu": -1}, {}, "--gpu -1"),
         ({"threads": -1}, {}, "--threads -1"),
         ({"dist_backend": "nccl", "device": "cpu"}, {}, "nccl"),
         ({"world_size": 2, "rank": 2, "dist_url": TCP}, {}, "0 to 1"),
@@ -284,6 +296,11 @@ def test_flags_that_a_launcher_overrules_warn(env: dict[str, str]) -> None:
         ({}, SLURM | {"SLURM_JOB_NODELIST": ""}, "MASTER_ADDR"),
         ({}, {"PET_NNODES": "1:2"}, "elastic"),
         ({}, {"PET_NPROC_PER_NODE": "many"}, "many"),
+        ({}, {"PET_NPROC_PER_NODE": "0"}, "--nproc 0"),
+        ({}, PET | {"PET_MASTER_PORT": "http"}, "PET_MASTER_PORT='http'"),
+        ({}, PET | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999"),
+        ({"nproc": 2, "dist_url": "env://"}, {"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        ({}, {"PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1"}, "0 to 0"),
     ],
 )
 def test_contradictions(flags: dict[str, Any], env: dict[str, str], words: str) -> None:

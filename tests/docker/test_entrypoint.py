@@ -52,6 +52,30 @@ def test_the_exit_code_says_what_has_happened(programs: Programs, command: str, 
     programs.run(*ENTRY, "--", "sh", "-c", command, code=code, cold=True)
 
 
+AT_A_TERMINAL = """
+import os, pty, sys
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+os.write(terminal, b"typed\\n")
+said = b""
+try:
+    while part := os.read(terminal, 1024):
+        said += part
+except OSError:  # nobody has it open any more
+    pass
+print(said.decode())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_command_of_its_own_reads_from_the_terminal(programs: Programs) -> None:
+    """`docker run -it IMAGE bash`: as a group in the background it would be stopped."""
+    reads = ("sh", "-c", 'read line && echo "has read $line" && exit 5')
+    said = programs.run("-c", AT_A_TERMINAL, *ENTRY, "--", *reads, code=5, cold=True).stdout
+    assert "has read typed" in said
+
+
 def test_what_it_shares_with_the_project_is_equal() -> None:
     """It is the first process of every image and imports nothing of the project."""
     assert (entrypoint.NOTES, entrypoint.RETRY) == (errors.NOTES, errors.RETRY) == ("EXIT_NOTES", 75)

@@ -254,3 +254,9 @@ def test_the_page_names_what_there_is() -> None:
     assert len(users) == 2
     assert all(len(found) == 1 for found in users.values()), "the second user cannot write where the first has"
     assert shutil.which("kubectl"), "kubectl (1.27 or newer) renders the manifests: install it"
+
+
+def test_an_engine_that_is_not_here_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        build.engine({"ENGINE": "of_nobody"})
+    assert capsys.readouterr().err == "error: ENGINE=of_nobody: there is no such command\n"

@@ -28,6 +28,18 @@ def test_the_tour_checks_every_rank(programs: Programs, nproc: int) -> None:
             assert block in done.stdout
 
 
+def test_products_of_many_ranks_are_exact(programs: Programs) -> None:
+    said = programs.run("-m", f"{EXAMPLE}.tour", "--nproc", 16, "all-reduce").stdout
+    assert "479001600" in said.partition("PRODUCT")[2].partition("\n\n")[0], "12!"
+
+
+@pytest.mark.parametrize("module", ["manual_allreduce_sgd.survive", "mnist_ddp_spawn.sampler"])
+@pytest.mark.parametrize("flags", [("--device", "cuda"), ("--device", "auto", "--dist-backend", "nccl")])
+def test_a_gpu_is_not_ignored_in_silence(programs: Programs, module: str, flags: tuple[object, ...]) -> None:
+    said = programs.run("-m", f"examples.{module}", *flags, code=2).stderr
+    assert said.startswith("error: this program works on the CPU, with gloo: leave out ")
+
+
 def test_a_wrong_topic_is_one_line(programs: Programs) -> None:
     done = programs.run("-m", f"{EXAMPLE}.tour", "--nproc", 2, "broadcats", code=2)
     assert done.stderr.startswith("error: broadcats is not a topic; there are send-recv, isend-irecv, ")

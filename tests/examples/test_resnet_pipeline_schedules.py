@@ -223,6 +223,12 @@ def test_the_programs_for_two_devices_check_themselves(programs: Programs, tmp_p
     names = {"unsplit", "textbook pipeline", "naive: one device at a time", "pipeline, split size 2"}
     assert json.loads((tmp_path / "result.json").read_text())["seconds"].keys() == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("timeline.png", "sweep.png"))
+    for flags, words in (
+        (("--split-size", 5), "a batch of 6 split by 5 has a micro-batch of one sample: BatchNorm cannot "),
+        (("--out", tmp_path / "result.json"), f"--out {tmp_path}/result.json cannot be written (File exists): "),
+    ):
+        said = programs.run("-m", "examples.resnet_pipeline.micro_batches", *small, *flags, code=2).stderr
+        assert said.startswith(f"error: {words}")
     change = ("examples/resnet_pipeline/two_devices.py", "for split in splits:", "for split in list(splits)[::-1]:")
     broken = mutated(tmp_path / "broken", change)
     done = programs.run("-m", "examples.resnet_pipeline.micro_batches", *small, cwd=broken, code=1)

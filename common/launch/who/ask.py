@@ -29,10 +29,15 @@ class Job:
         """The job whose `--out` is this folder.
 
         Raises:
-            UserError: no run is in progress there.
+            UserError: no run is in progress there, or one of another user.
         """
         try:
             return cls(**json.loads((folder / FILE).read_text()))
+        except PermissionError:
+            raise UserError(
+                f"{folder / FILE} belongs to another user: ask as that user, or, of a run in a "
+                f"container, inside of it"
+            ) from None
         except (OSError, ValueError, TypeError):
             raise UserError(
                 f"{folder}: no run is in progress there ({FILE} is missing): give a run's --out; "
