@@ -29,6 +29,7 @@ from tests.conftest import ROOT, Programs
 warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
 
 
+@pytest.mark.timeout(660)
 def test_every_part_works_on_the_cpu(programs: Programs, tmp_path: Path) -> None:
     """The command of a user; on two quiet cores it takes less than four minutes."""
     out = tmp_path / "proof"

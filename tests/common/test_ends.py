@@ -30,10 +30,14 @@ STARTS = {
 MEET = "    device, backend = choose_device"
 ALONE = "    if local_rank == 1:\n        raise ValueError('as planned')\n"
 ALL = "    raise ValueError('as planned')\n"
-LATE = """    from common.launch.errors import UserError
+LATE = """    import time
+    from common.launch.errors import UserError
+    args.out.mkdir(exist_ok=True)
+    while local_rank == 0 and not (args.out / 'ends').exists():
+        time.sleep(0.01)
     if local_rank == 0:
-        import time
-        time.sleep(1)  # of the 2 s after which it would be killed
+        time.sleep(0.5)  # of the 2 s after which it would be killed
+    (args.out / 'ends').touch()
     raise UserError('as planned')
 """
 

@@ -113,7 +113,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
     programs: Programs, trainings: Trainings, tmp_path: Path, example: str, eventually: Eventually
 ) -> None:
     run = (*trainings.words(example), "--nproc", 2, "--resume", "auto", "--out", tmp_path)
-    process = programs.start(*run, cwd=trainings.code)
+    process = programs.start(*run, cwd=trainings.slow_code)
     eventually(lambda: newest_step(tmp_path) >= 6, 60, "step 6")
     os.killpg(process.pid, signal.SIGKILL)
     programs.kill()

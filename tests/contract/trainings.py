@@ -1,5 +1,6 @@
 """One short training of each example: long enough to be killed, small enough for a laptop."""
 
+import functools
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 from tests import warm
 from tests.conftest import Programs
 from tests.make_data import draw_folder
-from tests.runs import RECORD, SMALL_RESNET, tiny_imagenet
+from tests.runs import RECORD, SMALL_RESNET, slow, tiny_imagenet
 
 warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
 FOLDER = "FOLDER"  # stands for a folder of small images
@@ -51,6 +52,11 @@ class Trainings:
     def code(self) -> Path:
         """The folder to start from."""
         return self.folder / "code"
+
+    @functools.cached_property
+    def slow_code(self) -> Path:
+        """The same, with steps that take longer: for a training that must not end before it is killed."""
+        return tiny_imagenet(self.folder / "slow", SMALL_RESNET, RECORD, slow(0.05))
 
     def out(self, example: str, nproc: int, torchrun: bool = False) -> Path:
         """What a training with so many ranks has left."""

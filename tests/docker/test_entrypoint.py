@@ -303,7 +303,7 @@ def test_a_supervisor_that_does_not_notice_the_end_of_its_worker_is_ended(progra
     assert re.search(r"^error: all workers ended 0.5 s ago and \S+ has not noticed: killed$", done.stderr, re.MULTILINE)
 
 
-@pytest.mark.parametrize("more", ["sleep 3", "true; : > $EXIT_NOTES"])
+@pytest.mark.parametrize("more", ["sleep 60", "true; : > $EXIT_NOTES"])
 def test_a_supervisor_with_work_left_is_not_ended(programs: Programs, more: str) -> None:
     """One worker that goes on; one that has left no note, because it is none of ours."""
     program = SUPERVISOR.format(code=1, more=more, seconds=2)

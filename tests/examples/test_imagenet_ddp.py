@@ -145,7 +145,7 @@ def test_killed_under_torchrun_it_goes_on_by_itself(
     """One worker is killed in mid-epoch; torchrun starts both again, and they go on from the last checkpoint."""
     process = programs.start(
         *TORCHRUN, "--nproc-per-node", 2, "--max-restarts", 1, *TRAIN, *FLAGS, "-j", 1,
-        "--checkpoint-every", 2, "--out", tmp_path, folder, cwd=tiny,
+        "--checkpoint-every", 2, "--out", tmp_path, folder, cwd=tiny_imagenet(tmp_path / "slow", slow(0.05)),
     )  # fmt: skip
     eventually(lambda: newest_step(tmp_path) >= 13, 100, "step 13")
     os.kill(programs.worker(1), signal.SIGKILL)

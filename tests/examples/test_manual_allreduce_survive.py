@@ -128,9 +128,10 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_lost_rank_does_not_end_the_job(programs: Programs, tmp_path: Path, data: ImageData, moment: str) -> None:
     faults, then = MOMENTS[moment]
-    folder, out = with_faults(tmp_path / "project", tuple(faults)), tmp_path / "out"
-    short = round(here(2)) if faults[0][0] == "agreed" else 60  # a group that connects waits for all
-    words = (*SURVIVE, "--nproc", 3, "--timeout", short, "--dataset", data.name, "--out", out)
+    seconds = "CONNECTING = timedelta(seconds={})"  # a group that connects waits for all
+    short = ("membership.py", seconds.format(5), seconds.format(round(here(2)) if faults[0][0] == "agreed" else 5))
+    folder, out = with_faults(tmp_path / "project", tuple(faults), short), tmp_path / "out"
+    words = (*SURVIVE, "--nproc", 3, "--timeout", 60, "--dataset", data.name, "--out", out)
     programs.run(*words, cwd=folder)
     last = [] if then[-1][0] == STEPS else [(STEPS, then[-1][1])]
     check(data, out, [(0, ALL), *then, *last])

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.conftest import Programs
+from tests.machine import here
 
 RANKS, MANY = 64, 256
 
@@ -26,7 +27,8 @@ RANKS, MANY = 64, 256
 def test_of_hundreds_of_ranks_one_speaks(
     programs: Programs, ranks: int, fault: str, code: int, first: str, last: str
 ) -> None:
-    done = programs.run("-m", "tests.faults.crowd", "--ranks", ranks, "--fault", fault, code=code)
+    words = ("--ranks", ranks, "--fault", fault, "--timeout", round(here(120)))
+    done = programs.run("-m", "tests.faults.crowd", *words, code=code)
     said = [line for line in done.stderr.splitlines() if line.strip()]
     assert re.fullmatch(first, said[0]), done.stderr
     assert re.fullmatch(last, said[-1]), done.stderr

@@ -69,14 +69,18 @@ def save():
     (folder / "trainer_state.json").write_text('{"best_model_checkpoint": null}')
     seal(folder, {}, {"world_size": 1})
     return time.monotonic() - began
-takes = save()
 for number in range(40):
-    child = os.fork()
+    reading, writing = os.pipe()
+    child, began = os.fork(), time.monotonic()
     while child == 0:
-        time.sleep(save() / 3)  # whole for a quarter of the time, on a busy machine, too
-    time.sleep(takes * (1 + 2 * choose.random()))
+        takes = save()
+        os.write(writing, b".")
+        time.sleep(takes / 3)  # whole for a quarter of the time, on a busy machine, too
+    os.read(reading, 1)  # one save is done
+    time.sleep((time.monotonic() - began) * 2 * choose.random())
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    os.close(reading), os.close(writing)
     damage = damage_of(folder)
     for file in files if not damage else []:
         assert hashlib.sha256(file.read_bytes()[32:]).digest() == file.read_bytes()[:32]

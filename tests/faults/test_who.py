@@ -87,10 +87,18 @@ def test_a_mistake_is_named(programs: Programs, tmp_path: Path, name: str, event
 def are_named(
     name: str, logs: dict[int, Path], jobs: dict[int, "subprocess.Popen[str]"], timeout: int, eventually: Eventually
 ) -> None:
-    for log in logs.values():
-        eventually(lambda log=log: re.search("^rank  node .*", log.read_text(), re.MULTILINE), 60, "the table")
+    shown = dict[int, float]()  # when the table was first seen; the error follows
+
+    def tables() -> bool:
+        for size, log in logs.items():
+            if size not in shown and re.search("^rank  node .*", log.read_text(), re.MULTILINE):
+                shown[size] = log.stat().st_mtime
+        return len(shown) == len(logs)
+
+    eventually(tables, 60, "the tables")
+    for size, log in logs.items():
         (mistaken,) = re.findall(r"mistake at (\S+)", log.read_text())
-        assert log.stat().st_mtime - float(mistaken) < timeout + here(2), "or later, when the error is written, too"
+        assert shown[size] - float(mistaken) < timeout + here(2), "or later, when the error is written, too"
     for size, job in jobs.items():
         job.wait(here(60))
         check(name, size, logs[size].read_text())
@@ -265,11 +273,17 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     run = ("-m", "examples.mnist_ddp_spawn", "--nproc", 2, "--epochs", 5000, "--out", out)
     job = programs.start(*run, log=log)
     eventually((out / "best.safetensors").exists, 60, "an epoch")
-    eventually(lambda: says(programs, out).endswith("the run makes progress: no rank hangs\n"), 60, "a healthy run")
     step, loss = asked_twice(programs, out, eventually)
     assert step > 12
     assert 0 < loss < 3
-    *_, head, first, second, _ = (line.split() for line in says(programs, out).splitlines())
+    said = list[str]()
+
+    def healthy() -> bool:
+        said[:] = says(programs, out).splitlines()
+        return said[-1] == "the run makes progress: no rank hangs"
+
+    eventually(healthy, 60, "a healthy run")
+    *_, head, first, second, _ = (line.split() for line in said)
     assert head == ["rank", "node", "step", "does", "call", "group", "shape", "bytes", "line", "since"]
     assert [first[:2], second[:2]] == [["0", "0"], ["1", "0"]]
     assert min(int(first[2]), int(second[2])) > 12
