@@ -36,7 +36,7 @@ class Job:
         except PermissionError:
             raise UserError(
                 f"{folder / FILE} belongs to another user: ask as that user, or, of a run in a "
-                f"container, inside of it"
+                f"container, in that container"
             ) from None
         except (OSError, ValueError, TypeError):
             raise UserError(
