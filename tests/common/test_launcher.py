@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -255,8 +256,8 @@ def test_one_process_per_device() -> None:
     assert place(Launch(multiprocessing_distributed=True), pod, devices=8).world_size == 2 * 8
     assert place(Launch(multiprocessing_distributed=True), PET, devices=8).world_size == 2 * 3
     assert place(Launch(), pod, devices=8).world_size == 2
-    for on_cpu in ({"device": "cpu"}, {"no_accel": True}):
-        assert place(Launch(multiprocessing_distributed=True, **on_cpu), {}, devices=8).world_size == 1
+    for on_cpu in (Launch(device="cpu", multiprocessing_distributed=True), replace(flags, no_accel=True)):
+        assert place(on_cpu, {}, devices=8).local_world_size == 1
 
 
 def test_devices_are_not_counted_without_need() -> None:

@@ -276,14 +276,14 @@ def test_a_run_is_asked_while_it_goes_on(programs: Programs, tmp_path: Path, eve
     step, loss = asked_twice(programs, out, eventually)
     assert step > 12
     assert 0 < loss < 3
-    said = list[str]()
+    shown = list[str]()
 
     def healthy() -> bool:
-        said[:] = says(programs, out).splitlines()
-        return said[-1] == "the run makes progress: no rank hangs"
+        shown[:] = says(programs, out).splitlines()
+        return shown[-1] == "the run makes progress: no rank hangs"
 
     eventually(healthy, 60, "a healthy run")
-    *_, head, first, second, _ = (line.split() for line in said)
+    *_, head, first, second, _ = (line.split() for line in shown)
     assert head == ["rank", "node", "step", "does", "call", "group", "shape", "bytes", "line", "since"]
     assert [first[:2], second[:2]] == [["0", "0"], ["1", "0"]]
     assert min(int(first[2]), int(second[2])) > 12
