@@ -26,8 +26,9 @@ from torch.utils.data import DataLoader
 from common.launch.device import core_share
 from common.launch.errors import UserError
 from common.launch.flags import equal_parts
+from common.launch.parent import end_with_parent
 from common.launch.place import current
-from common.train.seed import random_state, restore_random_state, seed_loader_worker
+from common.train.seed import random_state, restore_random_state
 from common.train.seen import Counts, Seen, seen
 from common.train.state import TrainState
 
@@ -129,12 +130,15 @@ def default_workers(device: torch.device) -> int:
     return core_share() // 8
 
 
-def start_worker(number: int) -> None:
-    """A DataLoader's `worker_init_fn`: seeds the worker, and leaves signals to its rank."""
+def start_worker(_: int) -> None:
+    """A DataLoader's `worker_init_fn`: leaves signals to the worker's rank, and ends with it.
+
+    torch has seeded its own generator, Python's and NumPy's by then, from the loader's `generator`.
+    """
     for signum in (signal.SIGINT, signal.SIGTERM):
         # both reach whole process groups: Ctrl-C, `timeout`, SLURM
         signal.signal(signum, signal.SIG_IGN)
-    seed_loader_worker(number)
+    end_with_parent()  # torch watches the server that the worker was forked from, which stays
 
 
 def unwrapped(batches: Iterable[Item]) -> Iterator[Item]:

@@ -1,4 +1,4 @@
-"""Random numbers: seeded in loader workers, saved and restored with the checkpoint."""
+"""Random numbers: seeded, saved and restored with the checkpoint."""
 
 import random
 from typing import Any
@@ -7,25 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.launch.parent import end_with_parent
-
 
 def seed_numpy_and_python() -> None:
     """Seed Python's and NumPy's generators from the seed that torch's has in this process."""
     seed = torch.initial_seed()
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-def seed_loader_worker(_: int) -> None:
-    """A DataLoader's `worker_init_fn`: seed Python and NumPy from the seed that torch gave.
-
-    torch seeds only itself in a worker; forked workers would otherwise draw equal NumPy numbers.
-    And the worker ends when its rank does: torch itself watches the server that a worker was forked
-    from, which stays.
-    """
-    end_with_parent()
-    seed_numpy_and_python()
 
 
 def random_state() -> dict[str, Any]:

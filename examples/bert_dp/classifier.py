@@ -20,8 +20,8 @@ class Classifier(nn.Module):
     Args:
         bert: the model of transformers.
         autocast: makes the context of mixed precision. It is entered in `forward` because
-            DataParallel runs its replicas in threads, and an autocast of the caller does not reach
-            other threads.
+            DataParallel runs its replicas in threads, to which torch does not pass on the type of
+            the caller's autocast.
         mask: share of the tokens that training hides: word dropout, as in Iyyer et al., 2015,
             https://aclanthology.org/P15-1162
         mask_id: the number of [MASK].

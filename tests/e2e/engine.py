@@ -19,7 +19,8 @@ from tests.machine import here
 from tests.runs import mutated, slow
 
 # The page's commands with one container, and the flags of the first: all containers of the tests are as hardened.
-COMMANDS = re.findall(r"^docker run .*", (ROOT / "docs/en/docker.md").read_text().replace("\\\n", " "), re.MULTILINE)
+PAGE = (ROOT / "docs/en/docker.md").read_text().replace("\\\n", " ")
+*COMMANDS, OWN = re.findall(r"^docker run .*", PAGE, re.MULTILINE)  # the last, with an image of the user's own
 HARDENED = re.findall(r"(?<=docker run --rm ).*?(?= -v )", COMMANDS[0])[0].split()
 
 

@@ -3,13 +3,15 @@
 import json
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.engine import COMMANDS, FEW_STEPS, HARDENED, Containers, engine, eventually, image, slowed
+from tests.conftest import ROOT
+from tests.e2e.engine import COMMANDS, FEW_STEPS, HARDENED, OWN, PAGE, Containers, engine, eventually, image, slowed
 from tests.k8s.test_manifests import BUILT
 from tests.machine import here
 from tests.runs import newest_step, result
@@ -48,6 +50,24 @@ def test_the_pages_commands_run_as_they_stand(containers: Containers, command: s
     said = done.stdout + done.stderr
     assert "0 error(s)" in said if "common.doctor" in command else "/result.json" in said
     assert "Traceback" not in said
+
+
+def test_a_training_of_ones_own(containers: Containers, out: Path, tmp_path: Path) -> None:
+    """A copy of the template, with the page's file and flags."""
+    (dockerfile,) = re.findall(r"```dockerfile\n(.*?)```", PAGE, re.DOTALL)
+    context, tag = tmp_path / "project", f"localhost/{containers.token}"
+    shutil.copytree(ROOT / "examples/your_model", context / "examples/my_training")
+    shutil.copy(ROOT / "examples/__init__.py", context / "examples")
+    for file in (context / "examples/my_training").glob("*.py"):
+        file.write_text(file.read_text().replace("your_model", "my_training"))
+    (context / "my_training.Dockerfile").write_text(dockerfile)
+    engine("build", "-f", context / "my_training.Dockerfile", "-t", tag, context, limit=400)
+    try:
+        said = containers.run("own", tag, *OWN.split("my_training:1 ")[1].split(), out=out)
+    finally:
+        engine("rmi", "--force", tag)
+    assert "my_training: accuracy" in said
+    assert result(out / "runs/my_training")["world_size"] == 2
 
 
 @pytest.mark.parametrize("name", BUILT)

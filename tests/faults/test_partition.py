@@ -64,7 +64,7 @@ WRITES = (  # whoever writes a checkpoint notes it
     "common/train/checkpoint.py",
     "        write(self.folder, step, state)\n",
     "        write(self.folder, step, state)\n"
-    "        with open(os.environ['WRITES'], 'a') as notes:\n"
+    "        with open(__import__('os').environ['WRITES'], 'a') as notes:\n"
     "            notes.write(str(step) + '\\n')\n",
 )
 

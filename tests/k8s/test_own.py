@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from common.launch.args import parse
+from examples.your_model import args as template
 from tests.conftest import ROOT
 from tests.k8s.policy import complaints
 from tests.k8s.rendered import Manifests, manifests
@@ -83,6 +84,20 @@ def test_what_a_cluster_asks_for(copied: Path, kind: str) -> None:
         (out,) = policy["egress"][-1]["to"]
         assert policy["egress"][-1]["ports"] == [{"protocol": "TCP", "port": 443}]
         assert {"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"} <= set(out["ipBlock"]["except"])
+
+
+def test_a_training_of_ones_own(copied: Path) -> None:
+    """Its image, its module, and flags that the template takes."""
+    file = copied / "mine" / "my_training" / "kustomization.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(next(text for text in SAMPLES if "examples.my_training" in text))
+    job = manifests("mine/my_training", copied)
+    assert [problem for document in job.documents for problem in invalid(document)] == []
+    assert [complaint.partition(":")[0] for complaint in complaints(job)] == ["image"], "none of this project"
+    (module,) = [word for word in job.container["args"] if word.startswith("examples.")]
+    assert (module, job.container["image"]) == ("examples.my_training", "registry.example/me/my_training:1")
+    parse(template.Args, job.container["args"][job.container["args"].index(module) + 1 :])
+    assert manifests("overlays/mnist_ddp_spawn_gpu").container["args"].index("examples.mnist_ddp_spawn") == 2
 
 
 def tracked(job: Manifests) -> None:
