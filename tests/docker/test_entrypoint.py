@@ -184,7 +184,7 @@ def test_flags_are_added_to_those_of_the_image(
 ) -> None:
     """Or a run that is resumed would go on with one GPU of eight."""
     commands: list[list[str]] = []
-    monkeypatch.setattr(entrypoint.Supervisor, "run", lambda self: commands.append(self.command) or 0)
+    monkeypatch.setattr(entrypoint.Supervisor, "run", lambda self, foreground: commands.append(self.command) or 0)
     assert entrypoint.main(["--", *typed], {"PROGRAM": "examples.gan_ddp --each"}) == 0
     assert commands == [[PYTHON, "-m", "examples.gan_ddp", *given]]
 
