@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from common.train.amp import MixedPrecision
 from common.train.precision import Precision
+from examples.resnet_pipeline import costs as measuring
 from examples.resnet_pipeline.costs import LayerCost, measure
 from examples.resnet_pipeline.evaluate import evaluate
 from examples.resnet_pipeline.micro_batches import draw_sweep
@@ -275,6 +276,17 @@ def test_the_sweep_names_the_fastest_split_size(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
     draw_sweep(tmp_path / "sweep.png", {1: 0.5, 20: 0.2, 60: 0.4}, 120, 0.3)
     assert figures[0].axes[0].get_title("left") == "split size 20 is fastest: 1.50 times one device"
+
+
+@pytest.mark.parametrize(("longest", "runs"), [(60.0, 1 + 5), (0.0, 1 + 1)])
+def test_slow_blocks_are_measured_fewer_times(monkeypatch: pytest.MonkeyPatch, longest: float, runs: int) -> None:
+    """Other ranks may be waiting; the first run does not count."""
+    measured, seconds = [], measuring._seconds
+    monkeypatch.setattr(measuring, "LONGEST", longest)
+    monkeypatch.setattr(measuring, "_seconds", lambda *args: measured.append(args) or seconds(*args))
+    amp = MixedPrecision(Precision(precision="fp32"), torch.device("cpu"))
+    measure(build("resnet18", 10, "group"), torch.randn(2, 3, 32, 32), amp)
+    assert len(measured) == runs
 
 
 def test_blocks_cost_what_passes_while_they_are_measured() -> None:
