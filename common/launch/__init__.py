@@ -6,6 +6,7 @@
 | `flags` | `Launch` (the flags of every program), `at_least`, `share`, `MAY_CHANGE` | no |
 | `place` | `resolve`: flags and environment -> `Place`; `Place.export` | no |
 | `args` | `start`, `parse` | no |
+| `server` | a quiet garbage collector in the server from which workers are forked | no |
 | `cgroup` | cores and memory that this process may use | no |
 | `parent`, `console` | end with the parent process; print to a terminal | no |
 | `spawn` | `launch`, `wait_for` | yes |

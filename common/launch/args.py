@@ -34,7 +34,13 @@ from common.launch.usage import help_text, one_line, wrong_value
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 # DistributedDataParallel imports torch._dynamo, another second, when it wraps a model.
-PRELOADED = ("common.launch.record", "common.train.run", "common.data.idx", "torch._dynamo")
+PRELOADED = (
+    "common.launch.server",
+    "common.launch.record",
+    "common.train.run",
+    "common.data.idx",
+    "torch._dynamo",
+)
 
 
 class HasLaunch(Protocol):
