@@ -56,7 +56,7 @@ class Replay:
         torch.manual_seed(args.seed)
         self.network = self.amp.move(build_model(recipe, classes, images.size, CPU))
         self.ema = make_ema(recipe, self.network)
-        self.optimizer = make_optimizer(recipe, self.network, args.learning_rate)
+        self.optimizer = make_optimizer(recipe, self.network, args.learning_rate, self.amp.scaler)
         for parameter in self.network.parameters():
             self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         sampler = GlobalBatchSampler(len(self.data), args.global_batch, args.seed, 0, 1)

@@ -15,6 +15,8 @@ MAY_CHANGE = "may change"
 """In a flag's `Annotated`: a resumed run may have another value. All other flags are compared."""
 SPLIT = "split over the ranks"
 """In a flag's `Annotated`: a global batch, of which each rank takes an equal part."""
+LONGEST = 1e9
+"""The longest --timeout, in seconds: sockets and clocks take no more."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,11 @@ class Launch:
                 f"--gpu {self.gpu} is for a single process; "
                 f"CUDA_VISIBLE_DEVICES chooses devices for several"
             )
-        if not 0 < self.timeout < math.inf:
-            raise UserError(f"--timeout {self.timeout:g}: give a positive number of seconds")
+        if not 0 < self.timeout <= LONGEST:
+            raise UserError(
+                f"--timeout {self.timeout:g}: give a positive number of seconds, at most "
+                f"{LONGEST:g}"
+            )
         if self.gpu is not None and self.gpu < 0:
             raise UserError(f"--gpu {self.gpu}: devices are numbered from 0")
         if self.threads < 0:

@@ -143,6 +143,8 @@ def load_model(resume: str, out: Path, model: nn.Module) -> str:
     else:
         path = Path(resume)
         weights = read_weights(path)
+    own = model.state_dict()
+    weights = {n: v for n, v in weights.items() if n in own or not n.startswith(EXTRA)}
     assert_same_on_all_ranks(path.name, "the weights to evaluate")
     try:
         model.load_state_dict(weights)

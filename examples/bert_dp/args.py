@@ -74,6 +74,18 @@ class TextArgs:
                 f"{', '.join(given)} with --model: the folder decides that; leave it out"
             )
 
+    def check_run(self, seed: int, out: Path) -> None:
+        """See that a run does not set aside the model it starts from; and its seed.
+
+        Raises:
+            UserError: a flag has to change.
+        """
+        at_least(0, seed=seed)
+        if seed >= 2**32:
+            raise UserError(f"--seed {seed}: scikit-learn, which splits the reviews, takes 32 bits")
+        if self.model is not None and self.model.resolve() == (out / "model").resolve():
+            raise UserError(f"--model {self.model} is a result in --out: choose another --out")
+
     @property
     def learning_rate(self) -> float:
         """The highest learning rate."""
@@ -131,7 +143,7 @@ class Args:
     """Word dropout: share of the tokens that training replaces by [MASK], anew each time."""
     replicas: Annotated[int, arg(metavar="N")] = 1
     """On a CPU: replicas of the model in threads, as DataParallel has them on CUDA devices. With
-    dropout, two such runs differ: threads draw in no fixed order."""
+    --dropout or --mask, two such runs differ: threads draw in no fixed order."""
     seed: int = 0
     """Seed of the split, the parameters and the order."""
     out: Annotated[Path, MAY_CHANGE] = Path("runs/bert_dp")
@@ -148,7 +160,7 @@ class Args:
     def __post_init__(self) -> None:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)
         at_least(1, checkpoint_every=self.checkpoint_every, replicas=self.replicas)
-        at_least(0, seed=self.seed)
+        self.text.check_run(self.seed, self.out)
         share(mask=self.mask)
         refuse_image_flags(self.amp)
 
@@ -180,7 +192,7 @@ class TrainerArgs:
         at_least(1, epochs=self.epochs, batch_size=self.batch_size)
         at_least(1, eval_batch_size=self.eval_batch_size, logging_steps=self.logging_steps)
         at_least(1, save_total_limit=self.save_total_limit)
-        at_least(0, seed=self.seed)
+        self.text.check_run(self.seed, self.out)
         refuse_image_flags(self.amp)
         if self.launch.gpu is not None:
             raise UserError(

@@ -1,6 +1,7 @@
 """Noise in, images out: how far generated images are from real ones, and a picture of them."""
 
 import io
+import math
 from pathlib import Path
 
 import torch
@@ -33,10 +34,14 @@ def generate(generator: nn.Module, latent: Tensor) -> Tensor:
 def frechet_distance(one: Tensor, other: Tensor) -> float:
     """Distance of two sets of images [N, 1, H, W] as Gaussians of their pixels; 0 for equal sets.
 
+    NaN if a pixel is not a number, as after a training that diverged.
+
     The formula of Heusel et al., 2017 (https://arxiv.org/abs/1706.08500), on pixels instead of a
     network's features.
     """
     x, y = (images.flatten(1).double() for images in (one, other))
+    if not (x.isfinite().all() and y.isfinite().all()):
+        return math.nan
     gap = x.mean(0) - y.mean(0)
     first, second = torch.cov(x.T), torch.cov(y.T)
     values, vectors = torch.linalg.eigh(first)

@@ -31,7 +31,12 @@ def evaluate_only(args: Args, device: torch.device) -> None:
     with Run(apart, device, data, what=what, **options) as run:
         # no gradients: twice as many images fit
         loader = eval_loader(data.val, 2 * micro_batch, run.amp, args.images.workers)
-        network = build_model(args.recipe, len(data.classes), data.size, device, training=False)
+        if ignored := _ignored(args):
+            run.warn(f"--evaluate does not use {', '.join(ignored)}")
+        # A run that began with --pretrained has its weights in the checkpoint of --resume.
+        pretrained = args.recipe.pretrained and args.resume == "no"
+        recipe = replace(args.recipe, pretrained=pretrained)
+        network = build_model(recipe, len(data.classes), data.size, device, training=False)
         model = run.amp.move(network)
         weights = load_model(args.resume, args.out, model)
         evaluation = evaluate(model, loader, len(data.classes), run.autocast)
@@ -39,3 +44,13 @@ def evaluate_only(args: Args, device: torch.device) -> None:
         if dist.get_rank() == 0:
             write_predictions(run, evaluation)
         run.finish(parameter_hash=check_replicas(model), skipped_images=warn_of_broken(run, loader))
+
+
+def _ignored(args: Args) -> list[str]:
+    """The flags that are given and change nothing here."""
+    flags = {
+        "--compile": args.amp.compile,
+        "--profile": args.watch.profile != 0,
+        "--track": args.watch.track != "no",
+    }
+    return [flag for flag, given in flags.items() if given]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -97,10 +98,13 @@ def _load_pretrained(model: nn.Module, arch: str, training: bool) -> None:
     print0(f"weights {weights} loaded" + (f", but for {random}" if random else ""))
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, lr: float) -> SGD:
+def make_optimizer(recipe: Recipe, model: nn.Module, lr: float, scaler: GradScaler) -> SGD:
     """SGD; `lr` is the highest learning rate."""
     decay = recipe.weight_decay
-    return SGD(model.parameters(), lr, recipe.momentum, weight_decay=decay, fused=True)
+    # In float16 a step may overflow, and is left out. If it is the first, torch's fused SGD continues
+    # with a momentum that was never set.
+    fused = not scaler.is_enabled()
+    return SGD(model.parameters(), lr, recipe.momentum, weight_decay=decay, fused=fused)
 
 
 def make_scheduler(recipe: Recipe, optimizer: SGD, steps_per_epoch: int, epochs: int) -> LambdaLR:

@@ -39,7 +39,7 @@ class Replica:
         if args.init:
             init_model(args.init, self.network)
         self.ema = make_ema(recipe, self.network)
-        self.optimizer = make_optimizer(recipe, self.network, args.learning_rate)
+        self.optimizer = make_optimizer(recipe, self.network, args.learning_rate, self.amp.scaler)
         self.parameters = list(self.network.parameters())
         for parameter in self.parameters:  # as it is before the first step
             self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

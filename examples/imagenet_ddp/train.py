@@ -81,7 +81,7 @@ def train(args: Args, device: torch.device) -> None:
         )
         ema = make_ema(recipe, network)
         eval_model = ema.module if ema else network
-        optimizer = make_optimizer(recipe, model, args.learning_rate)
+        optimizer = make_optimizer(recipe, model, args.learning_rate, run.scaler)
         scheduler = make_scheduler(recipe, optimizer, len(loader), epochs)
         criterion = CrossEntropyLoss(reduction="sum", label_smoothing=recipe.label_smoothing)
         report_broken = partial(warn_of_broken, run, loader, test_loader)

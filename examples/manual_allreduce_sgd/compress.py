@@ -60,7 +60,8 @@ class ErrorFeedback(Averaging):
         mean, sent = self.exchange(wanted)
         self.error = wanted - sent
         for parameter, part in zip(self.parameters, mean.split(self.sizes), strict=True):
-            parameter.grad = part.view_as(parameter)
+            # in the memory layout of the parameter, which the fused SGD takes for granted
+            parameter.grad = torch.empty_like(parameter).copy_(part.view_as(parameter))
 
     def gather_state(self) -> None:
         """Bring what all ranks hold back to rank 0, which writes it. Every rank calls this."""

@@ -120,5 +120,7 @@ def proportional(samples: int, speeds: list[float]) -> list[int]:
         speeds: of each rank, [W].
     """
     found = [max(1, round(samples * speed / sum(speeds))) for speed in speeds]
-    found[found.index(max(found))] += samples - sum(found)  # what rounding has left over
+    while (left := samples - sum(found)) < 0:  # what the slowest ranks got beyond their part
+        found[found.index(max(found))] -= 1
+    found[found.index(max(found))] += left  # what rounding has left over
     return found

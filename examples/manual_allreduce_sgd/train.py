@@ -79,7 +79,10 @@ def train(args: Args, device: torch.device) -> None:
     with Run(args, device, data, what=f"{args.algorithm}, {data}", **division(args)) as run:
         model = run.prepare(DigitNet(data.size, data.classes))
         broadcast_parameters(model)  # the ranks start from the same model, whatever they drew
-        optimizer = SGD(model.parameters(), args.lr, args.momentum, fused=cuda)
+        # In float16 a step that overflows is left out. If it is the first, torch's fused SGD
+        # continues with a momentum that was never set.
+        fused = cuda and not run.scaler.is_enabled()
+        optimizer = SGD(model.parameters(), args.lr, args.momentum, fused=fused)
         gradients = chosen(args, model, optimizer, run.scaler)
         parts = {"model": model, "optimizer": optimizer, "gradients": gradients}
         run.resume(before_save=gradients.gather_state, **parts)

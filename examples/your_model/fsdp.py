@@ -79,10 +79,12 @@ def main(steps: int, checkpoint: Path) -> None:
     fully_shard(model, mesh=mesh)  # what is in no layer
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # made after sharding
 
+    old = checkpoint.with_name(f"{checkpoint.name}.old")
+    found = checkpoint if checkpoint.exists() else old  # killed between the two renames below
     first = 0
-    if checkpoint.exists():  # written by any number of ranks
+    if found.exists():  # written by any number of ranks
         saved = state(model, optimizer, step=0)  # tensors to load into
-        dcp.load(saved, checkpoint_id=checkpoint)
+        dcp.load(saved, checkpoint_id=found)
         set_state_dict(
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
@@ -101,8 +103,11 @@ def main(steps: int, checkpoint: Path) -> None:
     new = checkpoint.with_name(f"{checkpoint.name}.new")
     dcp.save(saved, checkpoint_id=new)  # each rank writes what it holds
     if dist.get_rank() == 0:  # all have written: only now the checkpoint before may go
-        shutil.rmtree(checkpoint, ignore_errors=True)
+        if checkpoint.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            checkpoint.rename(old)  # at once, while deleting takes a while
         new.rename(checkpoint)
+        shutil.rmtree(old, ignore_errors=True)
 
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all
     whole, held = sum(x.numel() for x in sharded), sum(x.to_local().numel() for x in sharded)

@@ -280,6 +280,7 @@ def test_flags_that_a_launcher_overrules_warn(env: dict[str, str]) -> None:
         ({"rank": -2}, {}, "--rank -2"),
         ({"timeout": 0}, {}, "--timeout 0"),
         ({"timeout": float("inf")}, {}, "--timeout inf"),
+        ({"timeout": 1e10}, {}, r"--timeout 1e\+10: give a positive number of seconds, at most 1e\+09"),
         ({"timeout": float("nan")}, {}, "--timeout nan"),
         ({"gpu": -1}, {}, "--gpu -1"),
         ({"threads": -1}, {}, "--threads -1"),

@@ -11,7 +11,7 @@ from torchvision.models import resnet18, resnet34
 
 from common.launch.errors import UserError
 from common.train.checkpoint_files import file_name
-from common.train.weights import init_model, read_weights, save_model
+from common.train.weights import init_model, load_model, read_weights, save_model
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -115,3 +115,16 @@ def test_tied_weights_are_saved(tmp_path: Path) -> None:
     save_model(tmp_path / "best.safetensors", nn.Sequential(embedding, last), {})
     saved = read_weights(tmp_path / "best.safetensors")
     assert all(torch.equal(saved[name], last.weight) for name in ("0.weight", "1.weight"))
+
+
+def test_heads_for_training_only_are_not_evaluated(tmp_path: Path) -> None:
+    """As googlenet's and inception_v3's files have them; --init takes the same files."""
+    trained, file = net(), tmp_path / "googlenet.pth"
+    torch.save(trained.state_dict() | {"aux1.fc.weight": torch.ones(2), "AuxLogits.fc.weight": torch.ones(2)}, file)
+    for load in (init_model, lambda path, model: load_model(str(path), tmp_path, model)):
+        model = net()
+        load(file, model)
+        assert same(model, trained)
+    torch.save(trained.state_dict() | {"other.weight": torch.ones(2)}, file)
+    with pytest.raises(UserError, match=r"holds the weights of another model: .*other\.weight"):
+        load_model(str(file), tmp_path, net())

@@ -98,6 +98,21 @@ def largest(args: Args) -> None:
         torch.testing.assert_close(way.error, held[rank])
 
 
+def layout(args: Args) -> None:
+    """A gradient lies in memory as its parameter does: the fused SGD goes through both in the order of the memory."""
+    torch.manual_seed(0)  # the same on all ranks
+    for kind, setting in ((TopK, 1.0), (PowerSgd, 1)):
+        model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        expected = model.weight.detach() * 2
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 2
+        kind(model, setting).average()  # ty: ignore[invalid-argument-type]
+        assert model.weight.grad is not None
+        assert model.weight.grad.stride() == model.weight.stride()
+        if kind is TopK:
+            torch.testing.assert_close(model.weight.grad, expected)
+
+
 def trainings(args: Args) -> None:
     """The four ways; and settings with which they equal another one."""
     momentum = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -119,7 +134,7 @@ def resumes(args: Args) -> None:
 
 def checks(args: Args) -> None:
     """What needs no training."""
-    for check in (nothing_is_lost, exact, largest):
+    for check in (nothing_is_lost, exact, largest, layout):
         check(args)
     dist.barrier()
     if dist.get_rank() == 0:

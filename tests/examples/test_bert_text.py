@@ -323,6 +323,8 @@ def test_the_shipped_reviews_are_our_own(real_data: Path) -> None:
         (["--model", "DIR", "--vocab", "x"], "--vocab with --model: the folder decides that"),
         (["--model", "DIR", "--pairs", 9], "--pairs with --model: the folder decides that"),
         (["--mask", 2], "--mask 2"),
+        (["--seed", 2**32], "--seed 4294967296: scikit-learn, which splits the reviews, takes 32 bits"),
+        (["--model", "MODEL", "--out", "ITSOUT"], "--model .* is a result in --out: choose another --out"),
         (["--hidden", 100], "--hidden 100: give a multiple of 64"),
         (["--channels-last", "yes"], "--channels-last is for images"),
         (["--model", "NOWEIGHTS"], "--model .*: no model.safetensors there"),
@@ -339,14 +341,14 @@ def test_bad_input_is_one_line(
     written(tmp_path / "CSV", "label,review\n" + rows(12, second="1,差"))
     (tmp_path / "EMPTY").mkdir()
     places = {name: tmp_path / name for name in ("CSV", "EMPTY", "NOWEIGHTS", "OTHERVOCAB", "TWICE")}
-    places["MODEL"] = default_run / "model"
+    places["MODEL"], places["ITSOUT"] = default_run / "model", default_run
     for name in ("NOWEIGHTS", "OTHERVOCAB"):
         shutil.copytree(places["MODEL"], places[name])
     next(places["NOWEIGHTS"].glob("*.safetensors")).unlink()
     config = places["OTHERVOCAB"] / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 77}))
     written(places["TWICE"], "".join(f"{token}\n" for token in (*SPECIAL, "好", "好")))
-    done = programs.run(*TRAIN, *(places.get(str(flag), flag) for flag in flags), "--out", tmp_path / "out", code=2)
+    done = programs.run(*TRAIN, "--out", tmp_path / "out", *(places.get(str(flag), flag) for flag in flags), code=2)
     line = done.stderr.replace(NO_GPU, "")
     assert re.fullmatch(rf"error: .*{words}.*\n", line), line
     assert not (tmp_path / "out/result.json").exists()

@@ -275,6 +275,11 @@ def test_frechet_distance() -> None:
     assert frechet_distance(real, real + 0.5) == pytest.approx(64 * 0.25, rel=1e-5)
 
 
+def test_a_training_that_diverges_says_so(programs: Programs, tmp_path: Path) -> None:
+    done = programs.run(*TRAIN, "--nproc", 2, "--epochs", 1, "--lr", 1e10, "--out", tmp_path, code=2)
+    assert re.fullmatch(r"error: .*diverged.*lower --lr.*\n", done.stderr.replace(NO_GPU, ""))
+
+
 def test_torchrun_trains_the_same(programs: Programs, tmp_path: Path, undisturbed: Result) -> None:
     programs.run(*TORCHRUN, "--standalone", "--nproc-per-node", 2, *LONG, "--out", tmp_path)
     assert result(tmp_path)["parameter_hash"] == undisturbed["parameter_hash"]

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torchvision import models
 
 from common.images.args import ImageArgs
@@ -29,7 +30,7 @@ from common.launch.flags import Launch
 from common.train.evaluate import classification_metrics
 from common.train.loader import local_batch
 from examples.imagenet_ddp.args import Recipe
-from examples.imagenet_ddp.recipe import build_model, make_scheduler
+from examples.imagenet_ddp.recipe import build_model, make_optimizer, make_scheduler
 from tests.conftest import ROOT, Programs
 from tests.machine import here
 from tests.make_data import draw_folder
@@ -351,13 +352,28 @@ def test_evaluation_alone(programs: Programs, tmp_path: Path, tiny: Path, folder
     assert found["metrics"] | {"best_accuracy": 0} == trained["metrics"] | {"best_accuracy": 0}
     assert "evaluation of " in done.stdout
     # In smaller pieces, and by ranks that do not divide the batch.
-    more = ("--accumulate", 2, "--nproc", 3, "-b", 8)
-    programs.run(*flags, "-e", "--resume", tmp_path / "best.safetensors", *more, cwd=tiny)
+    more = ("--accumulate", 2, "--nproc", 3, "-b", 8, "--profile", 1)
+    said = programs.run(*flags, "-e", "--resume", tmp_path / "best.safetensors", *more, cwd=tiny).stderr
+    assert said.count("warning: --evaluate does not use --profile\n") == 1
+    assert "does not use" not in done.stderr
     assert result(tmp_path / "evaluation")["global_batch"] == 3, "8 by 3 ranks in 2 pieces"
     assert predictions(tmp_path / "evaluation") == predictions(tmp_path)
     assert result(tmp_path / "evaluation")["metrics"]["accuracy"] == trained["metrics"]["best_accuracy"]
     now = [(path, path.stat().st_mtime) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(entry for entry in now if "evaluation" not in entry[0].parts) == before, "the run's own files stay"
+
+
+def test_a_first_step_of_float16_that_overflows_leaves_no_trace() -> None:
+    model, scaler = nn.Linear(8, 8), GradScaler("cpu")
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = make_optimizer(Recipe(), model, 0.1, scaler)
+    scaler.scale(model(torch.full((1, 8), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    assert [values for values in optimizer.state.values() if values.get("momentum_buffer") is not None] == []
+    assert not make_optimizer(Recipe(), model, 0.1, scaler).defaults["fused"]
+    assert make_optimizer(Recipe(), model, 0.1, GradScaler("cpu", enabled=False)).defaults["fused"]
 
 
 def test_pretrained_weights_but_for_the_last_layer(programs: Programs, tmp_path: Path, folder: Path) -> None:
@@ -371,6 +387,9 @@ def test_pretrained_weights_but_for_the_last_layer(programs: Programs, tmp_path:
     assert "loaded, but for fc.bias, fc.weight" in done.stdout
     state = torch.load(next((tmp_path / "out/checkpoints").glob("step-*")), weights_only=True)["model"]
     assert torch.equal(state["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
+    # The same command evaluates what it has trained: the last layer, too, is in the checkpoint.
+    programs.run(*flags, folder, "-e", "--resume", "auto", env={"TORCH_HOME": str(tmp_path / "empty")})
+    assert result(tmp_path / "out/evaluation")["parameter_hash"] == result(tmp_path / "out")["parameter_hash"]
     empty = programs.run(
         *flags, folder, env={"TORCH_HOME": str(tmp_path / "empty"), "https_proxy": "http://127.0.0.1:9"}, code=2
     )

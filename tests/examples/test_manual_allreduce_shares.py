@@ -56,6 +56,13 @@ def test_every_rank_has_a_sample() -> None:
     assert proportional(24, [1e9, 1.0, 1e-9]) == [22, 1, 1]
     assert proportional(10, [1.0, 1.0, 1.0]) == [4, 3, 3]
     assert proportional(3, [5.0, 1.0, 1.0]) == [1, 1, 1]
+    assert proportional(4, [4.0, 4.0, 1.0, 1.0]) == [1, 1, 1, 1]
+    assert proportional(16, [10.0] * 4 + [1.0] * 4) == [3, 3, 3, 3, 1, 1, 1, 1]
+    for ranks in range(2, 40):
+        for slow in range(ranks):
+            found = proportional(ranks + 3, [10.0] * (ranks - slow) + [1.0] * slow)
+            assert sum(found) == ranks + 3
+            assert min(found) >= 1
 
 
 WORDS = "give equal, auto, or a whole number from 1 for each rank: 3,1"

@@ -92,7 +92,9 @@ def test_killed_while_it_saves_the_checkpoint_before_is_whole(programs: Programs
     with pytest.raises(AssertionError, match="ended with 1"):
         train(programs, 2, tmp_path / "checkpoint", 2, cwd=project)
     assert list(losses(train(programs, 2, tmp_path / "checkpoint", 1))) == [3]
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")  # killed between the two renames
     assert list(losses(train(programs, 1, tmp_path / "checkpoint", 1))) == [4]
+    assert not (tmp_path / "checkpoint.old").exists()
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused(programs: Programs, tmp_path: Path) -> None:
