@@ -101,7 +101,7 @@ def _load_pretrained(model: nn.Module, arch: str, training: bool) -> None:
 def make_optimizer(recipe: Recipe, model: nn.Module, lr: float, scaler: GradScaler) -> SGD:
     """SGD; `lr` is the highest learning rate."""
     decay = recipe.weight_decay
-    # In float16 a step may overflow, and is left out. If it is the first, torch's fused SGD continues
+    # In float16 a step that overflows is left out. If it is the first, torch's fused SGD continues
     # with a momentum that was never set.
     fused = not scaler.is_enabled()
     return SGD(model.parameters(), lr, recipe.momentum, weight_decay=decay, fused=fused)

@@ -89,8 +89,7 @@ def train(args: Args, device: torch.device) -> None:
             args.momentum,
             weight_decay=args.weight_decay,
             nesterov=args.momentum > 0,
-            # One kernel; but if float16's first step overflows, fused SGD's momentum is never set.
-            fused=device.type == "cuda" and not run.scaler.is_enabled(),
+            fused=device.type == "cuda" and not run.scaler.is_enabled(),  # why: docs/en/gpus.md
         )
         steps = args.num_epochs * len(loader)
         scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
