@@ -89,7 +89,7 @@ def train(args: Args, device: torch.device) -> None:
             args.momentum,
             weight_decay=args.weight_decay,
             nesterov=args.momentum > 0,
-            fused=device.type == "cuda" and not run.scaler.is_enabled(),  # why: docs/en/gpus.md
+            fused=device.type == "cuda" and not run.scaler.is_enabled(),  # in fp16 it can diverge
         )
         steps = args.num_epochs * len(loader)
         scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
