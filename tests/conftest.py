@@ -20,10 +20,11 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.machine import here, one_core_each
-from tests.warm import MARK, THREADS, name_of
+from tests.machine import here, large_pages, one_core_each
+from tests.warm import MARK, PASSED_ON, name_of
 
 one_core_each()
+large_pages()
 ROOT = Path(__file__).parent.parent
 STARTED = weakref.WeakSet[subprocess.Popen[str]]()  # the programs of all tests
 
@@ -98,7 +99,7 @@ class Programs:
         It is forked from a process that has imported torch (see `tests/warm.py`), unless `cold` or `env` forbid it.
         """
         kept = ("PATH", "HOME", "LANG", "TMPDIR", "SSL_CERT_FILE", "DDP_TEST_DATA", "COVERAGE_PROCESS_START")
-        kept = (*kept, "PYTHONPATH", "LD_LIBRARY_PATH", *THREADS)  # a GPU machine's own wheels and driver
+        kept = (*kept, "PYTHONPATH", "LD_LIBRARY_PATH", *PASSED_ON)  # a GPU machine's own wheels and driver
         clean = {name: os.environ[name] for name in kept if name in os.environ}
         program = subprocess.Popen
         assert warm.SPACE not in (env or {}) or warm.possible([*map(str, words)], env or {}), "nobody would enter it"

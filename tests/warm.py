@@ -40,7 +40,8 @@ LIBRARIES = (
 ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 COLD = "DDP_TEST_COLD"  # set to 1, it switches all of this off
-THREADS = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")  # how they wait for work, and how many: passed on to all programs
+# Passed on to all programs: how threads wait for work, how many they are, and in which pages memory comes.
+PASSED_ON = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GLIBC_TUNABLES")
 STARTERS = ("torch.distributed.run", "benchmarks.")  # programs that start programs
 TORCHRUNS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"  # has taken `Popen`
 SPACE = "DDP_TEST_NETNS"  # the network namespace that a program enters
@@ -112,7 +113,7 @@ def start() -> None:
     """Start a server for this process; it ends when this process does."""
     if Warm.server is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {k: v for k, v in os.environ.items() if k in THREADS or not k.startswith(READ_AT_IMPORT)}
+        env = {k: v for k, v in os.environ.items() if k in PASSED_ON or not k.startswith(READ_AT_IMPORT)}
         Warm.process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *ALSO],
             pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,

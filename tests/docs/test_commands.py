@@ -3,17 +3,16 @@
 import argparse
 import os
 import re
-import shutil
-import subprocess
-import sys
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
+from tests.docs.shell import WarmShell, shell
 from tests.machine import here
-from tests.warm import THREADS
+from tests.warm import MARK, PASSED_ON
 
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
 ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
@@ -41,19 +40,37 @@ main(sys.argv[2:])
 """
 
 
-def to_run(pages: list[Path]) -> list[tuple[Path, int, str]]:
-    """The blocks that are run: all but those that say why not, and those whose commands all stand in earlier ones.
+def expanded(commands: list[str]) -> list[str]:
+    """The commands of a block, with the variables that it sets itself (`run="-m module"`, then `$run`) put in."""
+    found, variables = [], dict[str, str]()
+    for command in commands:
+        found.append(re.sub(r"\$(\w+)", lambda name: variables.get(name[1], name[0]), command))
+        if assigned := re.fullmatch(r'(\w+)=(?:"([^"]*)"|(\S*))', found[-1]):
+            variables[assigned[1]] = assigned[2] or assigned[3] or ""
+    return found
 
-    Each runs in an empty folder: a command that only writes elsewhere is the same.
+
+def to_run(pages: list[Path]) -> list[tuple[Path, int, str, set[str]]]:
+    """The blocks that are run, and the modules that the pages have not started before.
+
+    All blocks but those that say why not, and those whose commands all stand in earlier ones: each runs in an empty
+    folder, and a command that only writes elsewhere is the same.
     """
-    found, known = [], set[str]()
+    found, known, started = [], set[str](), set[str]()
     for page in pages:
         for number, block in enumerate(shell_blocks(page.read_text())):
             commands = {re.sub(r" --out \S+", "", command) for command in block.commands}
             if block.run and page.name not in ELSEWHERE and not known.issuperset(commands):
-                found.append((page, number, block.code))
+                modules = {name for command in expanded(block.commands) for name in modules_of(command)}
+                found.append((page, number, block.code, modules - started))
+                started |= modules
                 known.update(commands)
     return found
+
+
+def modules_of(command: str) -> set[str]:
+    """What the interpreters in a command are told to run; torchrun is a module, too."""
+    return set(re.findall(r"(?<= -m )[\w.]+", re.sub(r"\btorchrun\b", "python -m torch.distributed.run", command)))
 
 
 def label(value: object) -> str | None:
@@ -68,24 +85,31 @@ def fonts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fonts")
 
 
+@pytest.fixture(scope="session")
+def warm_shell(tmp_path_factory: pytest.TempPathFactory) -> Generator[WarmShell]:
+    """Where commands are run."""
+    with shell(tmp_path_factory.mktemp("shell")) as started:
+        yield started
+
+
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize(("page", "number", "code"), to_run(PAGES), ids=label)
+@pytest.mark.parametrize(("page", "number", "code", "cold"), to_run(PAGES), ids=label)
 def test_commands_run(
-    programs: Programs, tmp_path: Path, fonts: Path, free_port: int, page: Path, number: int, code: str
+    programs: Programs,
+    warm_shell: WarmShell,
+    tmp_path: Path,
+    fonts: Path,
+    free_port: int,
+    page: Path,
+    number: int,
+    code: str,
+    cold: set[str],
 ) -> None:
-    script = "set -e\n" + code.replace("29500", str(free_port))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    threads = {name: os.environ[name] for name in THREADS if name in os.environ}
-    done = subprocess.run(
-        [shutil.which("bash") or "bash", "-c", script],
-        cwd=tmp_path,
-        env={"PATH": path, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "DDP_TEST_RUN": programs.token}
-        | {"MPLCONFIGDIR": str(fonts), **threads},
-        capture_output=True,
-        text=True,
-        timeout=here(400),
-        check=False,
-    )
+    """The first time that a program appears in the pages it starts from nothing, as at a user's; then it is forked."""
+    passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), MARK: programs.token}
+    env |= {"MPLCONFIGDIR": str(fonts), **passed_on}
+    done = warm_shell.run(code.replace("29500", str(free_port)), tmp_path, env, here(400), cold)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in LEFT_FIRST.sub("", done.stderr)
 
@@ -102,16 +126,6 @@ def test_a_node_that_leaves_last_has_only_this_to_say(programs: Programs, tmp_pa
     assert "Traceback" not in LEFT_FIRST.sub("", said)
     assert "Traceback (of a rank)" in LEFT_FIRST.sub("", said + "Traceback (of a rank)")
     assert "Traceback" in LEFT_FIRST.sub("", said.replace("Error waiting on exit barrier", "Another error"))
-
-
-def expanded(commands: list[str]) -> list[str]:
-    """The commands of a block, with the variables that it sets itself (`run="-m module"`, then `$run`) put in."""
-    found, variables = [], dict[str, str]()
-    for command in commands:
-        found.append(re.sub(r"\$(\w+)", lambda name: variables.get(name[1], name[0]), command))
-        if assigned := re.fullmatch(r'(\w+)=(?:"([^"]*)"|(\S*))', found[-1]):
-            variables[assigned[1]] = assigned[2] or assigned[3] or ""
-    return found
 
 
 def written(pages: list[Path]) -> set[str]:
@@ -183,7 +197,7 @@ def test_a_broken_command_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```sh\nfalse\n```\n<!-- not run: reason -->\n```sh\nrm -rf x\n```\n")
     assert shell_blocks(page.read_text()) == [Shell("false\n", True), Shell("rm -rf x\n", False)]
-    assert [code for _, _, code in to_run([page])] == ["false\n"]
+    assert [code for _, _, code, _ in to_run([page])] == ["false\n"]
 
 
 def test_a_flag_that_is_unknown_is_seen(tmp_path: Path) -> None:
@@ -200,7 +214,7 @@ def test_a_command_runs_once(tmp_path: Path) -> None:
     first, second = tmp_path / "first.md", tmp_path / "second.md"
     first.write_text("```sh\none --flag 1  # comment\ntwo\n```\n")
     second.write_text("```sh\none \\\n    --flag 1\n```\n```sh\ntwo\nthree\n```\n")
-    assert [code for _, _, code in to_run([first, second])] == ["one --flag 1  # comment\ntwo\n", "two\nthree\n"]
+    assert [code for _, _, code, _ in to_run([first, second])] == ["one --flag 1  # comment\ntwo\n", "two\nthree\n"]
 
 
 def test_a_wrong_flag_is_seen() -> None:
