@@ -5,8 +5,10 @@ a process like any other, with a session, pipes and an exit code of its own, a c
 the project's modules itself, from its own folder. Processes that programs start are warm as well: the server from
 which `multiprocessing` forks workers, the workers of torchrun, and the programs that benchmarks compare.
 
-What warm programs do not show is what they import and in which order: that is what the documented commands are for,
-which the tests start from nothing, like every program with `cold=True` or a variable that libraries read when imported.
+What warm programs do not show is what they import and in which order: that is what the documented commands are for.
+Each program starts from nothing where the pages start it for the first time (tests/docs/shell.py), like every program
+with `cold=True` or a variable that libraries read when imported. Nor do they show what examples draw, but in
+tests/contract and the documented commands: others' pictures stay empty, which takes a fifth off a few steps' training.
 With `DDP_TEST_COLD=1` every program is started from nothing, but for those that enter a network namespace.
 """
 
@@ -40,6 +42,7 @@ LIBRARIES = (
 ALSO: list[str] = []  # what the tests of an example import besides, added to before the first program is started
 READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "PYTHONHASHSEED", "LD_", "TORCH_LOGS", "TORCH_SHOW", "TORCH_CPP")
 COLD = "DDP_TEST_COLD"  # set to 1, it switches all of this off
+DRAW = "DDP_TEST_DRAW"  # set for programs that draw their pictures
 # Passed on to all programs: how threads wait for work, how many they are, and in which pages memory comes.
 PASSED_ON = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GLIBC_TUNABLES")
 STARTERS = ("torch.distributed.run", "benchmarks.")  # programs that start programs
@@ -181,6 +184,8 @@ def become(request: Request) -> NoReturn:
     # On a busy machine it took longer than the second after which another node writes, so that it never came to write.
     inspect.modulesbyfile[str(Path("<frozen runpy>").absolute())] = "runpy"
     util.spawnv_passfds = spawnv_passfds  # ty: ignore[invalid-assignment]
+    if DRAW not in env and not what.startswith("benchmarks."):
+        sys.modules["matplotlib.figure"].Figure.draw = lambda *_: None
     if what.startswith(STARTERS):
         warm_children()
     if kind == "-m":

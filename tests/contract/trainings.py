@@ -42,6 +42,7 @@ class Trainings:
         # and every rank notes its samples
         tiny_imagenet(self.folder / "code", SMALL_RESNET, RECORD)
         draw_folder(self.folder / FOLDER, train=101, val=23, size=40)
+        self.programs.env[warm.DRAW] = "1"
 
     def words(self, example: str) -> tuple[object, ...]:
         """What follows `python`."""

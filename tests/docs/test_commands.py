@@ -12,7 +12,7 @@ from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
 from tests.docs.shell import WarmShell, shell
 from tests.machine import here
-from tests.warm import MARK, PASSED_ON
+from tests.warm import DRAW, MARK, PASSED_ON
 
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
 ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
@@ -108,7 +108,7 @@ def test_commands_run(
     """The first time that a program appears in the pages it starts from nothing, as at a user's; then it is forked."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), MARK: programs.token}
-    env |= {"MPLCONFIGDIR": str(fonts), **passed_on}
+    env |= {"MPLCONFIGDIR": str(fonts), DRAW: "1", **passed_on}
     done = warm_shell.run(code.replace("29500", str(free_port)), tmp_path, env, here(400), cold)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in LEFT_FIRST.sub("", done.stderr)

@@ -32,7 +32,7 @@ from examples.resnet_pipeline.images import loaders
 from tests import warm
 from tests.conftest import Programs
 from tests.machine import here
-from tests.runs import NO_GPU, Eventually, losses, mutated, newest_step, result, slow
+from tests.runs import NO_GPU, SMALL_RESNET, Eventually, losses, mutated, newest_step, result, slow
 
 warm.ALSO += ["torch.distributed.pipelining"]
 
@@ -46,7 +46,13 @@ SMALL = ("-a", "resnet18", "--image-size", 32, "--images", 30, "-b", 8, "-m", 3,
 
 
 @pytest.fixture(scope="module")
-def trained(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project with a ResNet-18 of two layers, and so of a sixteenth of the parameters."""
+    return mutated(tmp_path_factory.mktemp("code") / "shallow", SMALL_RESNET)
+
+
+@pytest.fixture(scope="module")
+def trained(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory, shallow: Path) -> dict[str, Path]:
     """The same training, cut in several ways."""
     ways = {
         "1": (),
@@ -59,7 +65,7 @@ def trained(shared_programs: Programs, tmp_path_factory: pytest.TempPathFactory)
     outs = {}
     for name, flags in ways.items():
         outs[name] = tmp_path_factory.mktemp("trained")
-        shared_programs.run(*TRAIN, *SMALL, *flags, "--out", outs[name])
+        shared_programs.run(*TRAIN, *SMALL, *flags, "--out", outs[name], cwd=shallow)
     return outs
 
 
@@ -82,13 +88,13 @@ def test_however_it_is_cut_the_result_is_the_same(trained: dict[str, Path]) -> N
 
 
 def test_two_nodes_under_torchrun_train_the_same(
-    programs: Programs, tmp_path: Path, trained: dict[str, Path], free_port: int
+    programs: Programs, tmp_path: Path, trained: dict[str, Path], shallow: Path, free_port: int
 ) -> None:
     """Two agents on loopback with a stage each."""
     nodes = [
         programs.start(
             *TORCHRUN, "--nnodes", 2, "--nproc-per-node", 1, "--node-rank", node, "--master-addr", "127.0.0.1",
-            "--master-port", free_port, *TRAIN, *SMALL, "--out", tmp_path,
+            "--master-port", free_port, *TRAIN, *SMALL, "--out", tmp_path, cwd=shallow,
         )
         for node in (0, 1)
     ]  # fmt: skip
@@ -102,6 +108,7 @@ def test_two_nodes_under_torchrun_train_the_same(
 def test_the_unsplit_model_loads_what_a_pipeline_leaves(trained: dict[str, Path]) -> None:
     out = trained["3 gpipe"]
     model = torchvision.models.resnet18(num_classes=10, norm_layer=lambda c: torch.nn.GroupNorm(32, c))
+    model.layer3, model.layer4, model.fc = torch.nn.Identity(), torch.nn.Identity(), torch.nn.Linear(128, 10)
     newest = max((out / "checkpoints").glob("step-*.pt"))
     model.load_state_dict(torch.load(newest, weights_only=True)["model"])
     assert parameter_hash(model) == result(out)["parameter_hash"]
@@ -126,23 +133,26 @@ def test_the_timeline_shows_every_operation(trained: dict[str, Path]) -> None:
 
 
 def test_resumed_at_its_end_it_says_the_same_again(
-    programs: Programs, tmp_path: Path, trained: dict[str, Path]
+    programs: Programs, tmp_path: Path, trained: dict[str, Path], shallow: Path
 ) -> None:
     shutil.copytree(trained["2 interleaved"], tmp_path / "out")
     flags = ("--nproc", 2, "--schedule", "interleaved", "--resume", "auto", "--out", tmp_path / "out")
-    programs.run(*TRAIN, *SMALL, *flags)
+    programs.run(*TRAIN, *SMALL, *flags, cwd=shallow)
     assert result(tmp_path / "out")["parameter_hash"] == result(trained["1"])["parameter_hash"]
     assert losses(tmp_path / "out") == losses(trained["2 interleaved"])
 
 
-def test_replicas_agree_or_the_run_fails(programs: Programs, tmp_path: Path, trained: dict[str, Path]) -> None:
+def test_replicas_agree_or_the_run_fails(
+    programs: Programs, tmp_path: Path, trained: dict[str, Path], shallow: Path
+) -> None:
     flags = (*TRAIN, *SMALL, "--nproc", 4, "--stages", 2, "-m", 2)
-    programs.run(*flags, "--out", tmp_path / "out")
+    programs.run(*flags, "--out", tmp_path / "out", cwd=shallow)
     assert result(tmp_path / "out")["replicas"] == 2
     # other sums than with one replica, and rounding is amplified from step to step
     assert losses(tmp_path / "out") == pytest.approx(losses(trained["1"]), rel=2e-2)
     broken = mutated(
         tmp_path / "broken",
+        SMALL_RESNET,
         ("examples/resnet_pipeline/train.py", "average_over_replicas(local.modules, grid)", "pass"),
     )
     done = programs.run(*flags, "--epochs", 1, "--out", tmp_path / "broken-out", cwd=broken, code=1)
@@ -187,18 +197,18 @@ def test_photographs_are_cropped_anew_in_each_epoch_and_drawn_shapes_are_not(
         assert torch.equal(first, second) == (dataset is None)
 
 
-def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path, pets: Path) -> None:
+def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path, shallow: Path, pets: Path) -> None:
     flags = ("-a", "resnet18", "--nproc", 2, "-b", 4, "-m", 2, "--epochs", 1, "--workers", 1, "--norm", "group")
-    programs.run(*TRAIN, *flags, "--dataset", pets, "--out", tmp_path / "out")
+    programs.run(*TRAIN, *flags, "--dataset", pets, "--out", tmp_path / "out", cwd=shallow)
     found = result(tmp_path / "out")
     assert (found["train_samples"], found["eval_samples"], found["steps"]) == (9, 5, 3)
     rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()[1:]
     assert [row.split(",")[1] for row in rows] == ["0", "0", "0", "1", "1"]
     # interrupted in mid-epoch: the crops of what follows are those of an undisturbed run, loaded by whomever
     saved = (*flags, "--workers", 0, "--checkpoint-every", 2, "--dataset", pets, "--out", tmp_path / "again")
-    programs.run(*TRAIN, *saved)
+    programs.run(*TRAIN, *saved, cwd=shallow)
     next((tmp_path / "again" / "checkpoints").glob("step-00000003*")).unlink()
-    done = programs.run(*TRAIN, *saved, "--resume", "auto")
+    done = programs.run(*TRAIN, *saved, "--resume", "auto", cwd=shallow)
     assert "at step 2\n" in done.stdout
     assert result(tmp_path / "again")["parameter_hash"] == found["parameter_hash"]
     broken = pets / "train" / "cat" / "4.png"
@@ -212,10 +222,10 @@ def test_a_folder_of_images_is_trained_on(programs: Programs, tmp_path: Path, pe
 
 
 def test_interrupted_and_resumed_at_another_number_of_stages(
-    programs: Programs, tmp_path: Path, trained: dict[str, Path], eventually: Eventually
+    programs: Programs, tmp_path: Path, trained: dict[str, Path], shallow: Path, eventually: Eventually
 ) -> None:
     flags = (*TRAIN, *SMALL, "--out", tmp_path, "--checkpoint-every", 1, "--resume", "auto")
-    process = programs.start(*flags, "--nproc", 3, cwd=mutated(tmp_path / "slow", slow(0.5)))
+    process = programs.start(*flags, "--nproc", 3, cwd=mutated(tmp_path / "slow", SMALL_RESNET, slow(0.5)))
     eventually(lambda: newest_step(tmp_path) >= 2, 100, "step 2")
     process.send_signal(signal.SIGTERM)
     done = programs.finish(process, 143)
@@ -223,7 +233,7 @@ def test_interrupted_and_resumed_at_another_number_of_stages(
     assert stopped
     step = int(stopped[1])
     assert step < 8
-    resumed = programs.run(*flags, "--nproc", 2)
+    resumed = programs.run(*flags, "--nproc", 2, cwd=shallow)
     assert f"at step {step}" in resumed.stdout
     assert result(tmp_path)["parameter_hash"] == result(trained["1"])["parameter_hash"]
     assert losses(tmp_path) == pytest.approx(losses(trained["1"]), rel=1e-6)
