@@ -3,7 +3,9 @@
 import argparse
 import os
 import re
+import signal
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
 from tests.docs.shell import WarmShell, shell
 from tests.machine import here
-from tests.warm import DRAW, MARK, PASSED_ON
+from tests.warm import COLD, DRAW, MARK, PASSED_ON
 
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
 ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
@@ -112,6 +114,19 @@ def test_commands_run(
     done = warm_shell.run(code.replace("29500", str(free_port)), tmp_path, env, here(400), cold)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in LEFT_FIRST.sub("", done.stderr)
+
+
+def test_a_program_of_the_shell_starts_from_nothing_once(warm_shell: WarmShell, tmp_path: Path) -> None:
+    """And ends with its own code, or by the signal that its starter gets."""
+    (tmp_path / "told.py").write_text("import sys\nprint('torch' in sys.modules)\nsys.exit(3)\n")
+    run = partial(warm_shell.run, cwd=tmp_path, env={"PATH": os.environ["PATH"]}, timeout=here(60))
+    forked = str(os.environ.get(COLD) != "1")
+    for cold, imported in (({"told"}, "False"), (set[str](), forked)):
+        done = run("python -m told", cold=cold)
+        assert (done.returncode, done.stdout, done.stderr) == (3, f"{imported}\n", "")
+    program = "print('begun', flush=True); import time; time.sleep(600)"
+    done = run(f'python -c "{program}" >said & while [ ! -s said ]; do sleep 0.1; done; kill %1; wait %1', cold=set())
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
 def test_a_node_that_leaves_last_has_only_this_to_say(programs: Programs, tmp_path: Path, free_port: int) -> None:
