@@ -11,6 +11,7 @@ from common.launch.errors import UserError
 # What a run leaves in its folder, beside checkpoints.
 RESULTS = (
     *("result.json", "metrics.jsonl", "curves.png", "predictions.csv", "best.safetensors"),
+    "model.safetensors",
     *("tensorboard", "trace.json", "timeline.png", "samples", "samples.png", "model"),
     *("trace", "trace.json.gz", "profile.png"),
 )

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from common.images.sets import load_images
 from common.launch.args import fail
+from common.launch.console import say
 from common.launch.device import choose_device
 from common.launch.errors import Lost, UserError
 from common.launch.members import join, keep
@@ -83,12 +84,16 @@ def member(local_number: int, number: int, place: Place, args: Args) -> None:
     """
     store = join(local_number, place)
     device, _ = choose_device(args.launch, 0)
-    with alone(args.launch.patience):
+    with alone(args.launch.patience) as said:
         torch.manual_seed(args.seed)  # the founders begin with the same model
         data = load_images(args.images, args.seed, args.out)
         seed_numpy_and_python()
         replica = Replica(args, data, device)
         replica.check_smallest_batch(place.world_size)
+    if number == 0:  # what `prepare` has not said: which weights of --init were taken
+        for line in said.getvalue().splitlines():
+            if line.startswith("weights of "):
+                say(line)
     gc.freeze()  # a million objects of libraries: what is there now is not looked at again
     membership = Membership(store, number, place.world_size, args.launch.patience)
     with contextlib.suppress(TooLate):
@@ -96,12 +101,16 @@ def member(local_number: int, number: int, place: Place, args: Args) -> None:
 
 
 @contextlib.contextmanager
-def alone(timeout: timedelta) -> Generator[None]:
-    """A group of one, and silence: what asks all ranks asks none, as a newcomer finds none."""
+def alone(timeout: timedelta) -> Generator[io.StringIO]:
+    """A group of one, and silence: what asks all ranks asks none, as a newcomer finds none.
+
+    Yields:
+        What would be printed.
+    """
     os.environ["LOCAL_RANK"] = "0"  # it waits for no other process of the node
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        yield said
     leave_group()
 
 

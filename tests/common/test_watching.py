@@ -291,12 +291,14 @@ def test_results_of_an_earlier_run_are_kept_aside(tmp_path: Path, capsys: pytest
         log.scalars(1, {"loss/train": float(number)})
         log.close(None)
         (tmp_path / "result.json").write_text(json.dumps(number))
+        (tmp_path / "model.safetensors").touch()  # of --survive
         (tmp_path / "mine.txt").write_text("not a result")
     Log(tmp_path, active=True).start(0, resumed=False)
     assert [json.loads((tmp_path / f"results.{n}" / "result.json").read_text()) for n in (1, 2)] == [1, 2]
     for number in (1, 2):
         aside = tmp_path / f"results.{number}"
-        assert {path.name for path in aside.iterdir()} == {"result.json", "metrics.jsonl", "tensorboard"}
+        moved = {"result.json", "metrics.jsonl", "tensorboard", "model.safetensors"}
+        assert {path.name for path in aside.iterdir()} == moved
         assert (aside / "metrics.jsonl").read_text() == f'{{"step": 1, "loss/train": {float(number)}}}\n'
     assert f"results of an earlier run were moved to {tmp_path}/results.2\n" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"results.1", "results.2", "metrics.jsonl", "mine.txt"}

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests.conftest import ROOT, Programs
 from tests.machine import here
@@ -182,6 +183,16 @@ def test_an_undisturbed_run_ends_as_train_does(programs: Programs, tmp_path: Pat
     assert losses(tmp_path / "out1") == pytest.approx(losses(tmp_path / "out0"), rel=1e-5)
     best = [load_file(tmp_path / f"out{n}" / "best.safetensors") for n in (0, 1)]
     assert all((best[0][name] == best[1][name]).all() for name in best[0])
+
+
+def test_a_last_layer_that_stays_random_is_said(programs: Programs, tmp_path: Path, images: Path) -> None:
+    """Once, though each member loads the weights alone."""
+    copy, weights = mutated(tmp_path / "project", SMALL_MODEL), tmp_path / "five.safetensors"
+    save_file(eval(NORMED, {"nn": nn, "classes": 5}).state_dict(), weights)
+    flags = ("--epochs", 1, "--init", weights, "--out", tmp_path / "out")
+    said = programs.run(*TRAIN, "--survive", *flags, images, cwd=copy).stdout
+    assert said.count("weights of ") == 1, said
+    assert f"weights of {weights} loaded, but for 9.bias, 9.weight: another number of outputs\n" in said
 
 
 # A newcomer that came before the others have noticed the loss would be let in at once, and knock at nobody's door.
