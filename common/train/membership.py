@@ -41,7 +41,7 @@ CONNECTING = timedelta(seconds=5)
 
 
 class TooLate(Exception):  # noqa: N818 - named as what happened
-    """A newcomer has come, and all members have ended."""
+    """A newcomer has come, and all members that had the state have ended."""
 
 
 class Membership:
@@ -77,7 +77,7 @@ class Membership:
 
         Raises:
             Lost: somebody was lost while the group connected, or nobody lets this newcomer in.
-            TooLate: all members have ended.
+            TooLate: all members that had the state have ended.
         """
         leave_group()
         while True:
@@ -130,7 +130,7 @@ class Membership:
             if late or not self._running(self.members.keys() - here.keys()):
                 if not newcomer:
                     self.store.compare_set(decided, "", json.dumps(here))
-                elif not self._running(self.members):
+                elif all(here.get(other) == NOTHING for other in self._running(self.members)):
                     raise TooLate
                 elif late:
                     raise Lost(f"lost touch: no member has let this one in for {patience:g} s")

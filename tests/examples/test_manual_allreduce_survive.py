@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from benchmarks.survive_replay import replayed
 from common.data.idx import ImageData, idx_folder
 from common.launch.errors import Lost
-from common.train.membership import Membership, leave_group
+from common.train.membership import NOTHING, Membership, TooLate, leave_group
 from tests.conftest import Programs
 from tests.examples.test_manual_allreduce_sgd import plain_loop
 from tests.machine import here
@@ -235,6 +235,18 @@ def test_a_group_that_could_not_connect_is_not_counted() -> None:
         assert getattr(dist.group.WORLD, "group_name") == "0"  # noqa: B009 - ty does not know it
     finally:
         leave_group()
+
+
+def test_a_newcomer_does_not_wait_for_itself() -> None:
+    """It was on the list, without the state yet, when the last that had it was lost."""
+    for ended, expected in (((1,), Lost), ((0, 1), TooLate)):
+        membership = Membership(dist.HashStore(), 2, 2, timedelta(seconds=0.1))
+        membership.store.add("newcomers", 1)
+        membership.members = {0: 5, 2: NOTHING}
+        for number in ended:
+            membership.store.set(f"ended/{number}", "-9")
+        with pytest.raises(expected):
+            membership.meet(NOTHING)
 
 
 def test_each_generation_has_the_seconds_of_its_own_way() -> None:
