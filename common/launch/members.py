@@ -15,9 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from common.launch import rendezvous
-from common.launch.args import STOPPING
+from common.launch.args import STOPPING, fail
 from common.launch.console import complain, say
 from common.launch.device import share_cores
+from common.launch.errors import UserError
 from common.launch.place import Place
 
 
@@ -59,8 +60,11 @@ def keep(
         replace: whether a newcomer is started for each that is lost.
 
     Raises:
-        SystemExit: all were lost (code 1), one met an error, or this process got a signal.
+        SystemExit: all were lost (code 1), one met an error, the first node is not there (code 2),
+            or this process got a signal.
     """
+    if place.node_rank > 0:
+        _await_first_node(place)
     store, running = client(place), dict[Any, tuple[int, int, Any]]()
     context, finished = multiprocessing.get_context("forkserver"), False
 
@@ -101,6 +105,14 @@ def keep(
     if place.node_rank == 0 and not store.check(["finished"]):
         complain("all members are lost: nobody was left to go on")
         raise SystemExit(1)
+
+
+def _await_first_node(place: Place) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a stop ends this process at once
+    try:
+        rendezvous.await_host(place.host, place.port, place.flags.timeout)
+    except UserError as error:
+        fail(error)
 
 
 def _stop(

@@ -128,7 +128,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     descriptor = listen(port, loopback).detach() if hosts else None
     if not hosts:
-        _await_host(host, port, timeout.total_seconds())
+        await_host(host, port, timeout.total_seconds())
     return dist.TCPStore(
         host,
         port,
@@ -139,7 +139,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
     )
 
 
-def _await_host(host: str, port: int, seconds: float) -> None:
+def await_host(host: str, port: int, seconds: float) -> None:
     """Wait until the store's host answers: it may start later, and so may its name in the DNS.
 
     A store that waits by itself prints tracebacks of C++ while it does.

@@ -270,6 +270,20 @@ def test_all_are_lost(programs: Programs, tmp_path: Path, data: ImageData) -> No
     assert done.stderr == "error: all members are lost: nobody was left to go on\n"
 
 
+def test_a_missing_first_node_is_named(programs: Programs, tmp_path: Path, free_port: int) -> None:
+    """And a stop while it is waited for ends the wait."""
+    words = (*SURVIVE, "--world-size", 2, "--rank", 1, "--dist-url", f"tcp://127.0.0.1:{free_port}", "--out", tmp_path)
+    done = programs.run(*words, "--timeout", 1, code=2)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: the first node, 127.0.0.1:{free_port}, cannot be reached within 1 s")
+    waiting = programs.start(*words, "--timeout", 600)
+    assert waiting.stdout is not None
+    assert "waiting for the first node" in [waiting.stdout.readline() for _ in range(2)][1]
+    waiting.send_signal(signal.SIGTERM)
+    said = programs.finish(waiting, 128 + signal.SIGTERM).stderr
+    assert said == "stopped by SIGTERM: outside of training, nothing to save\n"
+
+
 def test_an_error_ends_the_job(programs: Programs, tmp_path: Path, data: ImageData) -> None:
     """It would come again in all others, one after the other."""
     change = ("replica.py", "        share = batch[", "        assert rank != 1, 'broken'\n        share = batch[")
