@@ -19,15 +19,19 @@ from tests.conftest import STARTED
 # Asks for a program, passes signals on to it, and ends as it does. With -IS it starts in 20 ms.
 SHIM = """#!{python} -IS
 import json, os, signal, socket, sys
+stops = signal.SIGINT, signal.SIGTERM
+signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # until there is somebody to pass them on to
 words = [*{before}, *sys.argv[1:]]
 asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asked.connect({address!r})
 socket.send_fds(asked, [json.dumps([words, dict(os.environ), os.getcwd()]).encode()], [1, 2])
 answer = asked.recv(64)
 if answer == b"cold":
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
     os.execv({python!r}, [{python!r}, *words])
-for signum in signal.SIGINT, signal.SIGTERM:
+for signum in stops:
     signal.signal(signum, lambda signum, _: os.kill(int(answer), signum))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
 code = int(asked.recv(64))
 sys.exit(code if code >= 0 else 128 - code)
 """
