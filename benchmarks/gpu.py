@@ -106,11 +106,11 @@ def correctness(machine: Machine, examples: tuple[str, ...]) -> Iterator[tuple[s
             yield "mnist_dataparallel", f"{engine}: three replicas on one device", check
     if not machine.dry and importlib.util.find_spec("pytest"):
         several_at_once = ("-n", "4") if importlib.util.find_spec("xdist") else ()
-        # Programs cannot be forked from a server if a library has started threads in it.
-        os.environ["DDP_TEST_COLD"] = "1"
         words = ("pytest", "-q", "-m", "gpu", "-p", "no:benchmark", *several_at_once)
         words = (*words, "tests/contract", "tests/examples")
-        yield "tests", "the tests marked gpu", partial(ended, partial(machine.run, "tests", *words))
+        # Programs cannot be forked from a server if a library has started threads in it.
+        run = partial(machine.run, "tests", *words, DDP_TEST_COLD="1")
+        yield "tests", "the tests marked gpu", partial(ended, run)
 
 
 def ranks(machine: Machine, examples: tuple[str, ...]) -> Iterator[tuple[str, str, Check]]:

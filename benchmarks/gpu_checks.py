@@ -66,9 +66,15 @@ class Machine:
         """Whether this only shows that the checks work: one of each kind is enough."""
         return self.device == "cpu"
 
-    def start(self, label: str, *words: str) -> Popen[str]:
-        """Start `python -m WORDS` in a session of its own; its output goes to LABEL.txt."""
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    def start(self, label: str, *words: str, **variables: str) -> Popen[str]:
+        """Start `python -m WORDS` in a session of its own; its output goes to LABEL.txt.
+
+        Args:
+            label: of its output.
+            words: a module and its arguments.
+            variables: of the environment, besides those of this process.
+        """
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | variables
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / f"{label}.txt").open("w") as said:
             return Popen(
@@ -103,9 +109,9 @@ class Machine:
             raise Failed(f"{label}: exit code {ended}, not {code}: {last}")
         return said
 
-    def run(self, label: str, *words: str) -> str:
+    def run(self, label: str, *words: str, **variables: str) -> str:
         """Run a program to its end; returns what it printed."""
-        return self.finish(label, self.start(label, *words))
+        return self.finish(label, self.start(label, *words, **variables))
 
     def training(self, name: str, *flags: str, again: str = "") -> Path:
         """The folder of a small training in float32; the same one is not run twice.

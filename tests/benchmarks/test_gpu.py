@@ -50,7 +50,9 @@ def test_every_part_works_on_the_cpu(programs: Programs, tmp_path: Path) -> None
 def test_what_a_gpu_is_asked(tmp_path: Path) -> None:
     """The checks that no CPU runs, by their names."""
     machine, examples = Machine("cuda", tmp_path), tuple(TRAININGS)
+    variables = dict(os.environ)
     first, *rest = [name for _, name, _ in correctness(machine, examples)]
+    assert os.environ == variables, "of the tests that come later"
     assert first == "JPEGs decoded in loader workers", "would end most others"
     asked = {*rest, *(name for _, name, _ in ranks(machine, examples))}
     asked |= {name for _, name, _ in speed(Places(tmp_path, tmp_path, tmp_path), machine, examples)}
