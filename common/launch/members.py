@@ -7,6 +7,7 @@ and replaces those that are lost, if asked to. It does not train, and must not b
 import multiprocessing
 import multiprocessing.connection
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from common.launch import rendezvous
 from common.launch.args import STOPPING, fail
-from common.launch.console import complain, say
+from common.launch.console import complain, listed, say
 from common.launch.device import share_cores
 from common.launch.errors import UserError
 from common.launch.place import Place
@@ -76,6 +77,7 @@ def keep(
 
     for signum in STOPPING:
         signal.signal(signum, partial(_stop, store, running))
+    signal.signal(signal.SIGUSR1, _say_that_nobody_tells)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     try:
         for local_rank in range(place.local_world_size):
@@ -100,11 +102,36 @@ def keep(
                         newcomer = place.world_size + store.add("newcomers", 1) - 1
                         begin(local_number, newcomer)  # nobody else has this local number now
     finally:
-        for *_, process in running.values():
-            process.kill()
-    if place.node_rank == 0 and not store.check(["finished"]):
+        _end(store, running)
+    if place.node_rank == 0 and not _finished(store, place):
         complain("all members are lost: nobody was left to go on")
         raise SystemExit(1)
+
+
+def _end(store: dist.Store, running: dict[Any, tuple[int, int, Any]]) -> None:
+    """End the members that are left, for which those of other nodes need not wait then."""
+    for _, number, process in running.values():
+        process.kill()
+        process.join()
+        with suppress(dist.DistError):
+            store.set(f"ended/{number}", str(process.exitcode))
+
+
+def _finished(store: dist.Store, place: Place) -> bool:
+    """Wait for other nodes' members, which need the store; whether the training is finished."""
+    said, deadline = False, float("inf")
+    while not store.check(["finished"]) or said:
+        numbers = range(place.world_size + store.add("newcomers", 0))
+        left = [number for number in numbers if not store.check([f"ended/{number}"])]
+        if not left or time.monotonic() > deadline:
+            break
+        if not said:
+            said = True
+            say(f"no member of this node is left: waiting for {listed(left)}")
+        if deadline == float("inf") and store.check(["finished"]):
+            deadline = time.monotonic() + place.flags.timeout  # who is left then is silent
+        time.sleep(0.1)
+    return store.check(["finished"])
 
 
 def _await_first_node(place: Place) -> None:
@@ -113,6 +140,11 @@ def _await_first_node(place: Place) -> None:
         rendezvous.await_host(place.host, place.port, place.flags.timeout)
     except UserError as error:
         fail(error)
+
+
+def _say_that_nobody_tells(*_: object) -> None:
+    """Of other programs, this signal asks where the ranks are."""
+    say("no table: members that may change cannot be asked; a silent one is given up by the others")
 
 
 def _stop(

@@ -133,6 +133,7 @@ class Membership:
                 elif all(here.get(other) == NOTHING for other in self._running(self.members)):
                     raise TooLate
                 elif late:
+                    self.generation -= 1  # to knock at the same door again
                     raise Lost(f"lost touch: no member has let this one in for {patience:g} s")
             time.sleep(0.002)
         members = json.loads(self.store.get(decided))

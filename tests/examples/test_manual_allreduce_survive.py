@@ -221,6 +221,55 @@ def test_two_nodes(programs: Programs, tmp_path: Path, data: ImageData, free_por
     check(data, tmp_path / "out", [(0, [0, 1, 2, 3]), (4, [0, 1, 2]), (7, all_four), (STEPS, all_four)])
 
 
+def test_a_node_goes_on_without_the_members_of_the_first(
+    programs: Programs, tmp_path: Path, data: ImageData, free_port: int
+) -> None:
+    """Whose parent keeps the store for it."""
+    folder = with_faults(tmp_path / "project", (("before", 0, 4, KILL), ("before", 1, 4, KILL)))
+    words = (*SURVIVE, "--nproc", 2, "--timeout", 60, "--dataset", data.name, "--out", tmp_path / "out")
+    meeting = ("--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}")
+    first, second = (programs.start(*words, *meeting, "--rank", node, cwd=folder) for node in (0, 1))
+    assert "no member of this node is left: waiting for 2, 3\n" in programs.finish(first).stdout
+    programs.finish(second)
+    check(data, tmp_path / "out", [(0, [0, 1, 2, 3]), (4, [2, 3]), (STEPS, [2, 3])])
+
+
+def test_a_node_that_is_stopped_says_so_to_the_others(
+    programs: Programs, tmp_path: Path, data: ImageData, free_port: int, eventually: Eventually
+) -> None:
+    """They need not wait for its members, which are silent. Before, it is asked for a table, and goes on."""
+    folder = with_faults(tmp_path / "project", (("before", 2, 4, STOP), ("before", 3, 4, STOP)))
+    words = (*SURVIVE, "--nproc", 2, "--timeout", 900, "--dataset", data.name, "--out", tmp_path / "out")
+    meeting = ("--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port}")
+    first, second = (programs.start(*words, *meeting, "--rank", node, cwd=folder) for node in (0, 1))
+    assert second.stdout is not None
+    lines = [second.stdout.readline() for _ in range(3)]
+    found = re.findall(r"member \d is process (\d+)", "".join(lines))
+    stats = [Path(f"/proc/{member}/stat") for member in found]
+    eventually(lambda: [file.read_text().split(") ")[1][0] for file in stats] == ["T", "T"], 60, "both are silent")
+    second.send_signal(signal.SIGUSR1)
+    assert "no table: " in second.stdout.readline()
+    second.send_signal(signal.SIGTERM)
+    said = programs.finish(second, 128 + signal.SIGTERM).stderr
+    assert said == "error: stopped by SIGTERM: nothing is saved before the end\n"
+    programs.finish(first)
+    check(data, tmp_path / "out", [(0, [0, 1, 2, 3]), (4, [0, 1]), (STEPS, [0, 1])])
+
+
+def test_a_newcomer_knocks_at_the_same_door_until_it_is_let_in() -> None:
+    """The others may be in an evaluation, which takes longer than a newcomer waits."""
+    store = dist.HashStore()
+    store.add("newcomers", 1)
+    membership = Membership(store, 1, 1, timedelta(seconds=0.1))
+    store.set("0/members", '{"0": 0}')
+    for _ in range(2):
+        with pytest.raises(Lost, match="no member has let this one in"):
+            membership.meet(NOTHING)
+    assert membership.generation == 0
+    assert store.check(["1/knock"])
+    assert not store.check(["2/knock"])
+
+
 def test_a_group_that_could_not_connect_is_not_counted() -> None:
     """A newcomer has no such group behind it, and must meet the others under the same name."""
     store = dist.HashStore()
