@@ -1,6 +1,7 @@
 """The project's own rules, each with a sample that breaks it."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -220,6 +221,12 @@ def test_every_test_runs() -> None:
     words = re.compile(r"pytest\.(skip|importorskip|xfail)|mark\.(skip|skipif|xfail)")
     files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
     assert [str(path) for path in files if words.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize("number", range(3))  # at least two of them in one of the two workers
+def test_what_a_test_sets_ends_with_it(number: int) -> None:
+    assert "DDP_TEST_SET" not in os.environ
+    os.environ["DDP_TEST_SET"] = str(number)
 
 
 GROUPED = """
