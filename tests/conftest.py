@@ -20,13 +20,24 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.machine import here, large_pages, one_core_each
+from tests.machine import has_cuda, here, large_pages, one_core_each
 from tests.warm import MARK, PASSED_ON, name_of
 
 one_core_each()
 large_pages()
 ROOT = Path(__file__).parent.parent
 STARTED = weakref.WeakSet[subprocess.Popen[str]]()  # the programs of all tests
+
+
+# What is in each file that has tests for these -m. Importing the others would take each worker 10 to 20 seconds.
+WORDS = {"timed": "mark.timed", "data and not timed": "real_data"}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    word = WORDS.get(config.getoption("markexpr"), "")
+    if collection_path.match("test_*.py") and word not in collection_path.read_text():
+        return True
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,14 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("data")
         if "shared_programs" in names and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    yield  # for -m and -k: what they leave out need not wait for torch
+    yield  # for -m and -k
     gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        import torch
-
-        if not torch.cuda.is_available():
-            items[:] = [item for item in items if item not in gpu]
-            config.hook.pytest_deselected(items=gpu)
+    if gpu and not has_cuda():
+        items[:] = [item for item in items if item not in gpu]
+        config.hook.pytest_deselected(items=gpu)
 
 
 @pytest.fixture

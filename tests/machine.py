@@ -47,6 +47,15 @@ def large_pages() -> None:
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
+def has_cuda() -> bool:
+    """Whether torch finds a CUDA device. Without a driver it is not asked: to import it takes seconds."""
+    if not any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg")):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def here(seconds: float) -> float:
     """What `seconds` on a quiet machine can become: by a measurement, and by the load right now."""
     average, _, _, running, _ = Path("/proc/loadavg").read_text().split()

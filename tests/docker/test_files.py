@@ -14,7 +14,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.e2e.engine import COMMANDS, HARDENED, build
-from tests.k8s.test_manifests import BUILT, EXAMPLES, manifests
+from tests.k8s.rendered import BUILT, EXAMPLES, manifests
 
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("*/Dockerfile"))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.e2e.engine import COMMANDS, FEW_STEPS, HARDENED, OWN, PAGE, Containers, engine, eventually, image, slowed
-from tests.k8s.test_manifests import BUILT
+from tests.k8s.rendered import BUILT
 from tests.machine import here
 from tests.runs import newest_step, result
 

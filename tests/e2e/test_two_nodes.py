@@ -13,8 +13,7 @@ import yaml
 from common.launch.errors import RETRY
 from tests.conftest import ROOT, Programs
 from tests.e2e.engine import ENV, FEW_STEPS, Containers, engine, eventually, image, program, slowed
-from tests.k8s.rendered import Manifests, manifests
-from tests.k8s.test_manifests import EXAMPLES
+from tests.k8s.rendered import EXAMPLES, Manifests, manifests
 from tests.machine import here
 from tests.runs import RECORD, Result, accounted, mutated, newest_step, result
 

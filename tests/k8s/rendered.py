@@ -13,6 +13,18 @@ import yaml
 from tests.conftest import ROOT
 
 Document = dict[str, Any]
+EXAMPLES = {
+    "mnist_ddp_spawn",
+    "imagenet_ddp",
+    "manual_allreduce_sgd",
+    "resnet_pipeline",
+    "mnist_dataparallel",
+    "bert_dp",
+    "gan_ddp",
+}
+TEMPLATES = {"your_model"}  # to be copied: no image, no manifests
+BUILT = sorted({path.parent.name for path in (ROOT / "examples").glob("*/train.py")} - TEMPLATES)
+REGISTRY = "localhost/distributed-training-examples"
 UNITS = {"m": 1e-3, "": 1.0, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 INDEX = "metadata.labels['batch.kubernetes.io/job-completion-index']"
 JOB = "metadata.labels['batch.kubernetes.io/job-name']"

@@ -12,8 +12,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.k8s.policy import GRACE, QUEUE, complaints
-from tests.k8s.rendered import Document, Manifests, manifests
-from tests.k8s.test_manifests import REGISTRY
+from tests.k8s.rendered import REGISTRY, Document, Manifests, manifests
 
 
 def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

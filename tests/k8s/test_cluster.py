@@ -11,8 +11,8 @@ import yaml
 from tests.conftest import ROOT
 from tests.k8s.pods import pod_security
 from tests.k8s.policy import QUEUE, complaints
-from tests.k8s.rendered import Manifests, manifests
-from tests.k8s.test_manifests import ALL, EXAMPLES, OVERLAYS, VARIANTS, invalid
+from tests.k8s.rendered import EXAMPLES, Manifests, manifests
+from tests.k8s.test_manifests import ALL, OVERLAYS, VARIANTS, invalid
 
 PAGE = (ROOT / "k8s" / "README.md").read_text()
 # What may be added to an overlay, and the rules of tests/k8s/policy.py that then speak, if any do.

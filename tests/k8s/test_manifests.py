@@ -20,23 +20,11 @@ from common.launch.resolve import resolve
 from tests.conftest import ROOT
 from tests.e2e.engine import load
 from tests.k8s.policy import GRACE, complaints
-from tests.k8s.rendered import Document, Manifests, manifests
+from tests.k8s.rendered import BUILT, EXAMPLES, Document, Manifests, manifests
 
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
 VARIANTS = sorted(f"{path.parent.name}/{path.name}" for path in (ROOT / "k8s" / "variants").glob("*/*"))
 ALL = [f"overlays/{name}" for name in OVERLAYS] + [f"variants/{name}" for name in VARIANTS]
-EXAMPLES = {
-    "mnist_ddp_spawn",
-    "imagenet_ddp",
-    "manual_allreduce_sgd",
-    "resnet_pipeline",
-    "mnist_dataparallel",
-    "bert_dp",
-    "gan_ddp",
-}
-TEMPLATES = {"your_model"}  # to be copied: no image, no manifests
-BUILT = sorted({path.parent.name for path in (ROOT / "examples").glob("*/train.py")} - TEMPLATES)
-REGISTRY = "localhost/distributed-training-examples"
 VERSIONS = ("1.29", "1.36")  # the first with all fields that are used, and the one on which the manifests were run
 CUSTOM = {
     "JobSet": models.JobsetV1alpha2JobSet,

@@ -11,9 +11,9 @@ from common.launch.args import parse
 from examples.your_model import args as template
 from tests.conftest import ROOT
 from tests.k8s.policy import complaints
-from tests.k8s.rendered import Manifests, manifests
+from tests.k8s.rendered import EXAMPLES, Manifests, manifests
 from tests.k8s.test_cluster import KINDS, own
-from tests.k8s.test_manifests import EXAMPLES, invalid
+from tests.k8s.test_manifests import invalid
 from tests.k8s.test_names import dangling
 
 PAGE = (ROOT / "k8s" / "README.md").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.trainings import EXAMPLES
-from tests.examples.test_copy import COPIES
+from tests.examples.copies import COPIES
 from tests.hashes import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def test_every_example_is_in_every_list() -> None:
         "tox -e NAME, in tox.ini": set(tox[0].split(",")),
         "tox -e NAME-full, in tox.ini": set(tox[1].split(",")),
         "a short training, in tests/contract/trainings.py": set(EXAMPLES),
-        "a copy, in tests/examples/test_copy.py": set(COPIES),
+        "a copy, in tests/examples/copies.py": set(COPIES),
         "a recorded hash, in tests/hashes.py": set(PROGRAMS),
         "TRAININGS of benchmarks/gpu_checks.py": keys("benchmarks/gpu_checks.py"),
         "FEW_STEPS of tests/e2e/engine.py": keys("tests/e2e/engine.py") | TEMPLATE,
