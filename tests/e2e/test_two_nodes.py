@@ -12,7 +12,7 @@ import yaml
 
 from common.launch.errors import RETRY
 from tests.conftest import ROOT, Programs
-from tests.e2e.engine import ENV, FEW_STEPS, Containers, engine, eventually, image, program, slowed
+from tests.e2e.engine import ENV, FEW_STEPS, SMALLEST, Containers, engine, eventually, image, program, slowed
 from tests.k8s.rendered import EXAMPLES, Manifests, manifests
 from tests.machine import here
 from tests.runs import RECORD, Result, accounted, mutated, newest_step, result
@@ -170,7 +170,8 @@ def test_pods_are_added_and_removed_while_it_trains(containers: Containers, tmp_
     """One pod, two, one again: each of the 480 images is trained on once in each epoch, which ends once."""
     job = manifests("overlays/imagenet_ddp_elastic")
     noted = mutated(tmp_path / "code", RECORD) / RECORD[0]
-    more, run = ("--epochs", "1000", "--checkpoint-every", "2", "--image-size", "32"), volume / "runs" / "imagenet_ddp"
+    more = ("--epochs", "1000", "--checkpoint-every", "2", "--image-size", "32", "-a", SMALLEST)
+    run = volume / "runs" / "imagenet_ddp"
     network = containers.network("--internal")
 
     def said(pod: str) -> str:
