@@ -10,7 +10,6 @@ from tests.conftest import Programs
 from tests.make_data import draw_folder
 from tests.runs import RECORD, SMALL_RESNET, slow, tiny_imagenet
 
-warm.ALSO += ["transformers.models.bert.modeling_bert", "transformers.models.bert.tokenization_bert"]
 FOLDER = "FOLDER"  # stands for a folder of small images
 EXAMPLES: dict[str, tuple[object, ...]] = {
     # many small batches; at a higher rate, rounding grows within the losses that are compared
