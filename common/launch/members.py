@@ -103,35 +103,45 @@ def keep(
                         begin(local_number, newcomer)  # nobody else has this local number now
     finally:
         _end(store, running)
-    if place.node_rank == 0 and not _finished(store, place):
-        complain("all members are lost: nobody was left to go on")
-        raise SystemExit(1)
+    if place.node_rank == 0 and not store.check(["finished"]):
+        _await_others(store, place)
 
 
 def _end(store: dist.Store, running: dict[Any, tuple[int, int, Any]]) -> None:
     """End the members that are left, for which those of other nodes need not wait then."""
-    for _, number, process in running.values():
+    for *_, process in running.values():
         process.kill()
+    for _, number, process in running.values():
         process.join()
         with suppress(dist.DistError):
             store.set(f"ended/{number}", str(process.exitcode))
 
 
-def _finished(store: dist.Store, place: Place) -> bool:
-    """Wait for other nodes' members, which need the store; whether the training is finished."""
+def _await_others(store: dist.Store, place: Place) -> None:
+    """Keep the store until the members of all nodes have ended, or are silent at the end.
+
+    Raises:
+        SystemExit: nobody has finished the training (code 1).
+    """
     said, deadline = False, float("inf")
-    while not store.check(["finished"]) or said:
-        numbers = range(place.world_size + store.add("newcomers", 0))
-        left = [number for number in numbers if not store.check([f"ended/{number}"])]
-        if not left or time.monotonic() > deadline:
-            break
+    while left := _left(store, place):
         if not said:
             said = True
             say(f"no member of this node is left: waiting for {listed(left)}")
         if deadline == float("inf") and store.check(["finished"]):
-            deadline = time.monotonic() + place.flags.timeout  # who is left then is silent
+            deadline = time.monotonic() + place.flags.timeout
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.1)
-    return store.check(["finished"])
+    if not store.check(["finished"]):
+        complain("all members are lost: nobody was left to go on")
+        raise SystemExit(1)
+
+
+def _left(store: dist.Store, place: Place) -> list[int]:
+    """The members of all nodes that have not ended."""
+    numbers = range(place.world_size + store.add("newcomers", 0))
+    return [number for number in numbers if not store.check([f"ended/{number}"])]
 
 
 def _await_first_node(place: Place) -> None:

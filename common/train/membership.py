@@ -62,6 +62,7 @@ class Membership:
     def __init__(self, store: dist.Store, me: int, founders: int, timeout: timedelta) -> None:
         self.store, self.me, self.founders, self.timeout = store, me, founders, timeout
         self.generation = -1
+        self.given_up = False  # by the others: what this process has done does not count
         self.members = dict.fromkeys(range(founders), 0)
 
     def meet(self, done: int) -> int:
@@ -82,10 +83,10 @@ class Membership:
         leave_group()
         while True:
             self.generation += 1
-            self.members = self._agree(done)
+            self.members = self._agree(NOTHING if self.given_up else done)
             if self.me in self.members:
                 break
-            done = NOTHING
+            self.given_up = True
         self._call_the_roll()
         with communication():
             dist.init_process_group(
@@ -97,6 +98,8 @@ class Membership:
             )
             group: Any = dist.group.WORLD
             group._get_backend(torch.device("cpu"))._set_default_timeout(self.timeout)
+        if self.given_up:
+            self.given_up, done = False, NOTHING
         return done
 
     def _call_the_roll(self) -> None:

@@ -270,6 +270,21 @@ def test_a_newcomer_knocks_at_the_same_door_until_it_is_let_in() -> None:
     assert not store.check(["2/knock"])
 
 
+def test_who_was_given_up_stays_a_newcomer() -> None:
+    """Also at its second try: or it would decide on its own who the members are, with a state that is too old."""
+    store = dist.HashStore()
+    membership = Membership(store, 1, 2, timedelta(seconds=0.1))
+    store.set("0/members", '{"0": 3}')
+    for _ in range(2):
+        with pytest.raises(Lost, match="no member has let this one in"):
+            membership.meet(2)
+    assert store.get("1/here/1") == str(NOTHING).encode()
+    assert not store.check(["1/members"])
+    store.set("1/members", '{"1": -1}')
+    assert membership.meet(2) == NOTHING
+    leave_group()
+
+
 def test_a_group_that_could_not_connect_is_not_counted() -> None:
     """A newcomer has no such group behind it, and must meet the others under the same name."""
     store = dist.HashStore()
