@@ -10,8 +10,10 @@ ASK = """
 import gc, multiprocessing
 from common.launch.args import PRELOADED, _start_fork_server
 _start_fork_server(list(PRELOADED[:1]))
-with multiprocessing.get_context("forkserver").Pool(1) as pool:
-    print(pool.apply(gc.isenabled), pool.apply(gc.get_freeze_count))
+pool = multiprocessing.get_context("forkserver").Pool(1)
+print(pool.apply(gc.isenabled), pool.apply(gc.get_freeze_count))
+pool.close()  # `with` would end the worker by SIGTERM, which who is forked from this server holds back
+pool.join()
 print(gc.isenabled(), gc.get_freeze_count())
 """
 
