@@ -9,7 +9,7 @@ help:
 	@echo "make demo    install PyTorch and train mnist_ddp_spawn with 2 processes on the embedded digits (CPU=1: without CUDA;"
 	@echo "             INDEX=URL: from a mirror of the package index)"
 	@echo "make test    set up and test each example with 1 to 3 processes, and the shared package: a few minutes"
-	@echo "make check   the rest: mutations, faults, documented commands, pages, manifests, containers: half an hour"
+	@echo "make check   the rest: mutations, faults, documented commands, pages, manifests, containers: up to an hour"
 	@echo "make doctor  look for what would go wrong on this machine"
 	@echo "make images  build the images with docker or podman (BASE_IMAGE=... on another base than CUDA's;"
 	@echo "             COMPILER=yes with what --compile needs, under tags that end in -compile; ONLY=gan_ddp: one)"
