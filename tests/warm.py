@@ -6,10 +6,11 @@ the project's modules itself, from its own folder. Processes that programs start
 which `multiprocessing` forks workers, the workers of torchrun, and the programs that benchmarks compare.
 
 What warm programs do not show is what they import and in which order: that is what the documented commands are for.
-Each program starts from nothing where the pages start it for the first time (tests/docs/shell.py), like every program
-with `cold=True` or a variable that libraries read when imported. Nor do they show what examples draw, but in
-tests/contract and the documented commands: others' pictures stay empty, which takes a fifth off a few steps' training.
-With `DDP_TEST_COLD=1` every program is started from nothing, but for those that enter a network namespace.
+Each program starts from nothing in an image (tests/e2e), or where the pages start it for the first time
+(tests/docs/shell.py), like every program with `cold=True` or a variable that libraries read when imported. Nor do they
+show what examples draw, but in tests/contract and the documented commands: others' pictures stay empty, which takes a
+fifth off a few steps' training. With `DDP_TEST_COLD=1` every program is started from nothing, but for those that enter
+a network namespace.
 """
 
 import atexit
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -298,11 +300,16 @@ def in_huge_pages() -> None:
 if __name__ == "__main__":
     asked = socket.socket(fileno=int(sys.argv[1]))
     asked.set_inheritable(False)
+    gc.disable()  # what is imported stays: looking for garbage in it would take a sixth of the time
     for library in (*LIBRARIES, *sys.argv[2:]):
         importlib.import_module(library)
     draw_once()
     assert threads() == 1, "forking would lose threads"
     gc.collect()
     gc.freeze()  # the garbage collector would write to, and so copy, every page that programs share
+    gc.enable()
+    # torch takes its operators back when a program ends, one by one: that writes to, and so copies, thousands of pages.
+    for finalizer in list(weakref.finalize._registry):  # ty: ignore[missing-attribute]
+        finalizer.atexit = False
     in_huge_pages()
     become(serve(asked))
