@@ -1,4 +1,4 @@
-"""What the tests of common share: a process group."""
+"""What the tests of common share: a process group, the ways to decode an image."""
 
 from collections.abc import Iterator
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common.images import decode as decoder
 from common.launch.rendezvous import JOB
 
 
@@ -17,3 +18,9 @@ def alone() -> Iterator[None]:
     yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["nvimgcodec", "simplejpeg", "Pillow"])
+def each_decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """simplejpeg decodes where nvimgcodec has no wheel, and Pillow where neither is installed."""
+    monkeypatch.setattr(decoder, "DECODER", request.param)

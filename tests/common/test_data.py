@@ -55,25 +55,6 @@ def test_the_split_is_that_of_scikit_learn(counts: list[int], seed: int, data: s
         assert ours.tolist() == theirs.tolist()
 
 
-def test_normalise_is_totensor_and_normalize(real_data: Path) -> None:
-    from torchvision import transforms
-
-    data = idx_folder(real_data / "mnist/MNIST/raw", "mnist")
-    assert (len(data.train), len(data.test), data.classes, data.size) == (60_000, 10_000, 10, 28)
-    images, labels, indices = data.collate(data.train.__getitems__([7, 59_999]))
-    reference = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    for image, index in zip(images, (7, 59_999), strict=True):
-        torch.testing.assert_close(image, reference(data.train.pixels[index][0].numpy()), rtol=0, atol=1e-6)
-    assert labels.tolist() == data.train.labels[[7, 59_999]].tolist()
-    assert indices.tolist() == [7, 59_999]
-
-
-def test_the_constants_of_mnist_are_its_mean_and_deviation(real_data: Path) -> None:
-    named, unnamed = (idx_folder(real_data / "mnist/MNIST/raw", name) for name in ("mnist", None))
-    assert (named.mean, named.std) == (0.1307, 0.3081)
-    assert (round(unnamed.mean, 4), round(unnamed.std, 4)) == (0.1307, 0.3081)
-
-
 def test_clothes_have_names_and_constants_of_their_own(tmp_path: Path) -> None:
     from torchvision.datasets import FashionMNIST
 

@@ -3,7 +3,6 @@
 import gc
 import importlib.util
 import io
-import itertools
 import os
 import shutil
 import signal
@@ -26,7 +25,7 @@ from common.images import cache as image_cache
 from common.images import decode as decoder
 from common.images.args import ImageArgs
 from common.images.cache import CHUNK, pixel_cache
-from common.images.crop import middle, random_crop, resize
+from common.images.crop import random_crop, resize
 from common.images.decode import BrokenImageError, decode, dimensions
 from common.images.folder import ImageFolder, LabelsOnly
 from common.images.loader import eval_loader, train_loader
@@ -102,43 +101,6 @@ def test_pixels_are_torchvisions(drawn: Path, tmp_path: Path, kind: str) -> None
             assert difference.abs().double().mean() < 0.2, "half a pixel apart"
 
 
-@pytest.fixture(params=["nvimgcodec", "simplejpeg", "Pillow"])
-def each_decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """simplejpeg decodes where nvimgcodec has no wheel, and Pillow where neither is installed."""
-    monkeypatch.setattr(decoder, "DECODER", request.param)
-
-
-@pytest.mark.usefixtures("each_decoder")
-@pytest.mark.parametrize("kind", ["4:4:4", "4:2:2", "4:2:0"])
-def test_any_region_of_a_jpeg_is_pillows(real_data: Path, kind: str) -> None:
-    """At the borders and of any size, in images of odd and of small size, where colours between are interpolated."""
-    photographs = sorted((real_data / "imagenet_superclass/val").rglob("[!.]*.*"))[:2]
-    for file, columns, rows in itertools.product(photographs, (1, 2, 17, 24), (1, 3, 16, 19)):
-        encoded = io.BytesIO()
-        Image.open(file).convert("RGB").resize((columns, rows)).save(encoded, "JPEG", subsampling=kind)
-        whole = np.asarray(Image.open(encoded).convert("RGB"))
-        for (top, bottom), (left, right) in itertools.product(
-            *(itertools.combinations(sorted({0, 1, size // 2, size - 1, size}), 2) for size in (rows, columns))
-        ):
-            ours = decode(encoded.getvalue(), (top, left, bottom - top, right - left))
-            assert np.array_equal(ours, whole[top:bottom, left:right]), f"{top}:{bottom}, {left}:{right}"
-
-
-def test_evaluation_sees_what_resize_and_center_crop_keep(real_data: Path) -> None:
-    reference = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.PILToTensor()])
-    for file in sorted((real_data / "imagenet_superclass/val/dog").iterdir()):
-        if file.name.startswith("._"):
-            continue
-        content = file.read_bytes()
-        ours = torch.from_numpy(resize(decode(content, middle(*dimensions(content))), 224).copy()).permute(2, 0, 1)
-        theirs = reference(Image.open(file).convert("RGB")).double()
-        top, left, rows, columns = middle(*dimensions(content))
-        beside = torch.from_numpy(resize(decode(content, (top, left - 8, rows, columns)), 224).copy()).permute(2, 0, 1)
-        difference = (ours - theirs).abs().mean()
-        assert difference < 8, "half a pixel apart"
-        assert difference < 0.6 * (beside - theirs).abs().mean()
-
-
 def test_a_batch_is_totensor_and_normalize(drawn: Path) -> None:
     data = ImageFolder(drawn / "val", 64, training=False)
     images, labels, indices = next(iter(eval_loader(data, 5, AMP, workers=0, rank=1, world_size=3)))
@@ -180,37 +142,6 @@ def test_a_decoded_region_is_a_part_of_the_whole(drawn: Path, monkeypatch: pytes
             patch.setattr(decoder, "DECODER", "simplejpeg")
             other = data.pixels(index)
         np.testing.assert_array_equal(whole, other)
-
-
-@pytest.mark.usefixtures("each_decoder")
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # of the reference, about damaged EXIF
-def test_odd_files_load_and_broken_ones_are_named(real_data: Path) -> None:
-    odd = real_data / "imagenet_odd"
-    for file in [*(odd / "made_ok").iterdir(), *(odd / "real").iterdir()]:
-        if file.name.startswith("._"):
-            continue
-        content = file.read_bytes()
-        height, width = dimensions(content)
-        with Image.open(file) as picture:
-            grey16 = picture.mode == "I;16"  # which Pillow converts by cutting it off at 255
-            reference = np.asarray(picture.convert("RGB"))
-            if grey16:
-                reference = np.repeat(np.rint(np.asarray(picture) / 257)[:, :, None], 3, axis=2).astype(int)
-        assert reference.shape == (height, width, 3)  # so the orientation tag is ignored, as by torchvision
-        whole = decode(content, (0, 0, height, width))
-        assert np.array_equal(whole, reference)
-        assert resize(decode(content, middle(height, width)), 32).shape == (32, 32, 3)
-    seen = 0
-    for file in (odd / "made_broken").iterdir():
-        if file.name == "corrupt_scan.jpeg":  # other pixels, which libjpeg warns of at most
-            with Image.open(file) as picture:
-                reference = np.asarray(picture.convert("RGB"))
-            assert np.array_equal(decode(file.read_bytes(), (0, 0, *reference.shape[:2])), reference)
-            continue
-        seen += 1
-        with pytest.raises(BrokenImageError, match=r"it is (empty|not an image|truncated)"):
-            decode(file.read_bytes(), (0, 0, *dimensions(file.read_bytes())))
-    assert seen >= 5
 
 
 def test_an_image_that_is_too_large_is_not_called_something_else() -> None:
