@@ -13,11 +13,14 @@ import pytest
 from tests.conftest import ROOT, Programs
 from tests.docs.markdown import PAGES, Shell, shell_blocks
 from tests.docs.shell import WarmShell, shell
+from tests.k8s.rendered import BUILT, TEMPLATES
 from tests.machine import here
 from tests.warm import COLD, DRAW, MARK, PASSED_ON
 
 TESTS = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
 ELSEWHERE = {"your-model.md"}  # test_your_model.py runs its commands, in the copy that the page makes
+# What tests/e2e starts from nothing, in the images.
+IN_IMAGES = {f"examples.{name}" for name in (*BUILT, *TEMPLATES)} | {"torch.distributed.run", "common.doctor"}
 
 # What torchrun says when all is done, with exit code 0, if the node where nodes meet was gone first. Each line of a
 # record begins with the same time, process and place. https://github.com/pytorch/pytorch/issues/69520
@@ -53,12 +56,12 @@ def expanded(commands: list[str]) -> list[str]:
 
 
 def to_run(pages: list[Path]) -> list[tuple[Path, int, str, set[str]]]:
-    """The blocks that are run, and the modules that the pages have not started before.
+    """The blocks that are run, and the modules that neither the images nor the pages have started before.
 
     All blocks but those that say why not, and those whose commands all stand in earlier ones: each runs in an empty
     folder, and a command that only writes elsewhere is the same.
     """
-    found, known, started = [], set[str](), set[str]()
+    found, known, started = [], set[str](), set(IN_IMAGES)
     for page in pages:
         for number, block in enumerate(shell_blocks(page.read_text())):
             commands = {re.sub(r" --out \S+", "", command) for command in block.commands}
@@ -107,7 +110,10 @@ def test_commands_run(
     code: str,
     cold: set[str],
 ) -> None:
-    """The first time that a program appears in the pages it starts from nothing, as at a user's; then it is forked."""
+    """The first time that a program appears in the pages it starts from nothing, as at a user's; then it is forked.
+
+    From the start, if it is one that the images start.
+    """
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), MARK: programs.token}
     env |= {"MPLCONFIGDIR": str(fonts), DRAW: "1", **passed_on}
