@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test check test-pages doctor images e2e images-e2e test-e2e docs bench prove-gpu report constraints clean
+.PHONY: help setup demo test check installed test-examples test-pages test-timed doctor images e2e images-e2e test-e2e docs bench prove-gpu report constraints clean
 
 help:
 	@echo "make demo    install PyTorch and train mnist_ddp_spawn with 2 processes on the embedded digits (CPU=1: without CUDA;"
@@ -58,15 +58,35 @@ test: setup
 	@echo "make check runs the rest: mutations, faults, documented commands, pages in a browser, manifests, containers"
 
 # Needs kubectl, ip and Chromium, which it installs on Debian; and a container engine, as make e2e does.
-# Building images keeps less than a core busy: other tests run beside it.
+# Installing and building images keep less than a core busy: the tests that need neither run beside them.
 check: setup
-	@tests/install.sh
-	@$(MAKE) --no-print-directory --jobs 2 images-e2e test-pages
-	@$(BIN)/tox run -e tests
+	@tests/install.sh look
+	@$(MAKE) --no-print-directory --jobs 2 installed test-examples
+	@$(MAKE) --no-print-directory test-pages
+	@$(MAKE) --no-print-directory test-timed
 	@$(MAKE) --no-print-directory test-e2e
 
+installed: setup
+	@tests/install.sh >.venv/install.log 2>&1 || { cat .venv/install.log >&2; exit 1; }
+	@$(MAKE) --no-print-directory images-e2e
+
+# Without what make tells the makes that it starts: some tests start make.
+PYTEST = env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS PATH="$(CURDIR)/$(BIN):$$PATH" python -m pytest
+# Several tests at a time: threads that wait for work must not spin on a core that another one needs.
+test-examples test-pages test-timed: export OMP_WAIT_POLICY = passive
+# References, mutations, faults, benchmarks in their quick form. Two tests at a time, on two cores: a third made the same
+# tests take 5 to 20 % longer.
+test-examples: setup
+	@$(PYTEST) -n 2 --dist loadgroup -m "not timed" tests/common/test_every_rank.py tests/common/test_real_data.py \
+		tests/benchmarks tests/examples tests/faults
+
+# Documented commands, languages, the site in a browser; Dockerfiles, and manifests against the schemas of Kubernetes.
 test-pages: setup
-	@$(BIN)/tox run -e containers,docs
+	@$(PYTEST) -n 3 --dist loadgroup tests/docs tests/docker tests/k8s
+
+# What has bounds in seconds mostly waits, with nothing else beside it; the longest first.
+test-timed: setup
+	@$(PYTEST) -n 4 --maxschedchunk 1 -m timed tests/faults tests/examples tests/benchmarks tests/common
 
 doctor: .venv/.demo
 	@$(BIN)/python -m common.doctor $(ARGS)
@@ -87,7 +107,8 @@ images-e2e: setup
 		} >.venv/images.log 2>&1 || { cat .venv/images.log >&2; exit 1; }
 
 test-e2e: setup
-	@$(BIN)/python -m pytest -n 3 --timeout 600 --durations 0 tests/e2e
+	@$(PYTEST) -n 3 --maxschedchunk 1 --timeout 600 --durations 0 \
+		tests/e2e/test_two_nodes.py tests/e2e/test_compile.py tests/e2e/test_images.py
 
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
 docs: export NO_MKDOCS_2_WARNING = 1

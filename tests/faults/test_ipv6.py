@@ -9,6 +9,7 @@ from tests.faults.network import ip
 from tests.runs import result
 from tests.warm import SPACE
 
+pytestmark = pytest.mark.timed  # beside the others that need `ip`: the rest of the tests does not wait for it
 MEETING = (
     ({}, ("--world-size", 2, "--dist-url", "tcp://[fd77::1]:29500")),
     ({"PET_NNODES": "2", "PET_MASTER_ADDR": "fd77::1", "PET_MASTER_PORT": "29500"}, ()),
