@@ -84,9 +84,10 @@ test-examples: setup
 test-pages: setup
 	@$(PYTEST) -n 3 --dist loadgroup tests/docs tests/docker tests/k8s
 
-# What has bounds in seconds mostly waits, with nothing else beside it; the longest first.
+# What has bounds in seconds mostly waits, with nothing else beside it; the longest first, so that no worker is left with it.
+LONGEST = tests/faults/test_who.py
 test-timed: setup
-	@$(PYTEST) -n 4 --maxschedchunk 1 -m timed tests/faults tests/examples tests/benchmarks tests/common
+	@$(PYTEST) -n 4 --maxschedchunk 1 -m timed $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/faults/test_*.py)) tests/examples tests/benchmarks tests/common
 
 doctor: .venv/.demo
 	@$(BIN)/python -m common.doctor $(ARGS)
