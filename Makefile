@@ -84,10 +84,11 @@ test-examples: setup
 test-pages: setup
 	@$(PYTEST) -n 3 --dist loadgroup tests/docs tests/docker tests/k8s
 
-# What has bounds in seconds mostly waits, with nothing else beside it; the longest first, so that no worker is left with it.
-LONGEST = tests/faults/test_who.py
+# The files of a folder, one of them first: no worker is left with the longest tests at the end.
+first = $(1) $(filter-out $(1),$(wildcard $(dir $(1))test_*.py))
+# What has bounds in seconds mostly waits, with nothing else beside it.
 test-timed: setup
-	@$(PYTEST) -n 4 --maxschedchunk 1 -m timed $(LONGEST) $(filter-out $(LONGEST),$(wildcard tests/faults/test_*.py)) tests/examples tests/benchmarks tests/common
+	@$(PYTEST) -n 4 --maxschedchunk 1 -m timed $(call first,tests/faults/test_who.py) tests/examples tests/benchmarks tests/common
 
 doctor: .venv/.demo
 	@$(BIN)/python -m common.doctor $(ARGS)
@@ -108,8 +109,7 @@ images-e2e: setup
 		} >.venv/images.log 2>&1 || { cat .venv/images.log >&2; exit 1; }
 
 test-e2e: setup
-	@$(PYTEST) -n 3 --maxschedchunk 1 --timeout 600 --durations 0 \
-		tests/e2e/test_two_nodes.py tests/e2e/test_compile.py tests/e2e/test_images.py
+	@$(PYTEST) -n 3 --maxschedchunk 1 --timeout 600 --durations 0 $(call first,tests/e2e/test_two_nodes.py)
 
 # Needs no network. English first: it empties the folder. (The variable leaves out the theme's advertisement.)
 docs: export NO_MKDOCS_2_WARNING = 1
