@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/mnist_ddp_spawn
 
-.PHONY: help setup demo test check installed test-examples test-pages test-timed doctor images e2e images-e2e test-e2e docs bench prove-gpu report constraints clean
+.PHONY: help setup demo test check installed test-examples test-pages test-timed test-e2e doctor images e2e images-e2e docs bench \
+	prove-gpu report constraints clean
 
 help:
 	@echo "make demo    install PyTorch and train mnist_ddp_spawn with 2 processes on the embedded digits (CPU=1: without CUDA;"
@@ -70,10 +71,8 @@ installed: setup
 	@tests/install.sh >.venv/install.log 2>&1 || { cat .venv/install.log >&2; exit 1; }
 	@$(MAKE) --no-print-directory images-e2e
 
-# Without what make tells the makes that it starts: some tests start make.
-PYTEST = env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS PATH="$(CURDIR)/$(BIN):$$PATH" python -m pytest
-# Several tests at a time: threads that wait for work must not spin on a core that another one needs.
-test-examples test-pages test-timed: export OMP_WAIT_POLICY = passive
+# Tests start programs of .venv by their names.
+PYTEST = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest
 # References, mutations, faults, benchmarks in their quick form. Two tests at a time, on two cores: a third made the same
 # tests take 5 to 20 % longer.
 test-examples: setup
@@ -88,7 +87,8 @@ test-pages: setup
 first = $(1) $(filter-out $(1),$(wildcard $(dir $(1))test_*.py))
 # What has bounds in seconds mostly waits, with nothing else beside it.
 test-timed: setup
-	@$(PYTEST) -n 4 --maxschedchunk 1 -m timed $(call first,tests/faults/test_who.py) tests/examples tests/benchmarks tests/common
+	@$(PYTEST) -n 4 --maxschedchunk 1 -m timed $(call first,tests/faults/test_who.py) \
+		tests/examples tests/benchmarks tests/common
 
 doctor: .venv/.demo
 	@$(BIN)/python -m common.doctor $(ARGS)

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import gc
 import os
 import random
 import shutil
@@ -27,7 +26,6 @@ from tests.warm import MARK, PASSED_ON, name_of
 one_core_each()
 large_pages()
 in_turns()
-gc.disable()  # until all is imported, see pytest_collection_finish
 ROOT = Path(__file__).parent.parent
 STARTED = weakref.WeakSet[subprocess.Popen[str]]()  # the programs of all tests
 
@@ -57,12 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu and not has_cuda():
         items[:] = [item for item in items if item not in gpu]
         config.hook.pytest_deselected(items=gpu)
-
-
-def pytest_collection_finish() -> None:
-    """Look for garbage from here on, but not in what was imported: that would take a third of the time to collect."""
-    gc.freeze()
-    gc.enable()
 
 
 @pytest.fixture

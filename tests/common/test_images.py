@@ -1,4 +1,4 @@
-"""Crops and pixels against torchvision's, odd and broken files, loaders, the cache of decoded pixels."""
+"""Crops and pixels against torchvision's, broken files, loaders, the cache of decoded pixels."""
 
 import gc
 import importlib.util

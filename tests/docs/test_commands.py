@@ -110,10 +110,7 @@ def test_commands_run(
     code: str,
     cold: set[str],
 ) -> None:
-    """The first time that a program appears in the pages it starts from nothing, as at a user's; then it is forked.
-
-    From the start, if it is one that the images start.
-    """
+    """A program that the images do not start, starts from nothing where the pages first show it; others are forked."""
     passed_on = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "HOME": str(tmp_path), MARK: programs.token}
     env |= {"MPLCONFIGDIR": str(fonts), DRAW: "1", **passed_on}
@@ -219,6 +216,13 @@ def test_a_broken_command_is_seen(tmp_path: Path) -> None:
     page.write_text("```sh\nfalse\n```\n<!-- not run: reason -->\n```sh\nrm -rf x\n```\n")
     assert shell_blocks(page.read_text()) == [Shell("false\n", True), Shell("rm -rf x\n", False)]
     assert [code for _, _, code, _ in to_run([page])] == ["false\n"]
+
+
+def test_a_program_starts_from_nothing_in_the_images_or_where_it_is_first_shown(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    blocks = ("python -m examples.gan_ddp", "torchrun -m examples.one.more", "torchrun -m examples.one.more --flag")
+    page.write_text("".join(f"```sh\n{block}\n```\n" for block in blocks))
+    assert [cold for *_, cold in to_run([page])] == [set(), {"examples.one.more"}, set()]
 
 
 def test_a_flag_that_is_unknown_is_seen(tmp_path: Path) -> None:
