@@ -1,0 +1,242 @@
+"""Checkpoints that survive an interruption at any moment, and weights from other programs.
+
+A checkpoint is written to a temporary file, flushed to disk and renamed: it exists completely or
+not at all. torch.save stores a CRC-32 of each tensor, which torch.load ignores; `load` checks it.
+"""
+
+import json
+import os
+import pickle
+import random
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from common.ddp import unwrapped
+from common.launch import UserError
+
+# A resumed run may change these flags without a warning: they do not change the training.
+FREE = {"nproc", "device", "timeout", "out", "resume", "checkpoint_every", "log_every", "workers"}
+FREE |= {"world_size", "rank", "dist_url", "dist_backend", "multiprocessing_distributed"}
+WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+
+
+def save(path: Path, state: Mapping[str, Any], keep: int = 2, verify: bool = False) -> None:
+    """Write a checkpoint, and delete older files beside it except for the newest `keep`.
+
+    Args:
+        path: FOLDER/step-STEP.pt.
+        state: tensors and plain values.
+        keep: number of checkpoints to keep.
+        verify: read the file back, because torch.save also writes what `load` refuses.
+
+    Raises:
+        UserError: the disk is full, for example; the previous checkpoint remains.
+        TypeError: the state contains an object that cannot be loaded again.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        if verify:
+            torch.load(temporary, map_location="cpu", weights_only=True)
+        temporary.replace(path)
+    except pickle.UnpicklingError as error:
+        temporary.unlink(missing_ok=True)
+        found = str(error).partition("Unsupported")[2].splitlines()[:1] or str(error).splitlines()
+        raise TypeError(
+            f"the state of a checkpoint contains more than tensors and plain values "
+            f"(unsupported{found[0]}); convert it, for example with float() or str()"
+        ) from None
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
+        temporary.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UserError(f"cannot write {path}: {reason}; free some space") from None
+    for old in checkpoints(path.parent)[keep:]:
+        old.unlink(missing_ok=True)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, newest first."""
+    return sorted(folder.glob("step-*.pt"), reverse=True)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a file that torch.save wrote, without running code in it.
+
+    Raises:
+        UserError: the file is missing, damaged, or no such file.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            if damaged := file.testzip():
+                raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong; delete it")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; check --resume") from None
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is not a checkpoint: {_describe(path, error)}") from None
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} contains Python objects other than tensors; save model.state_dict() instead"
+        ) from None
+
+
+def _describe(path: Path, error: Exception) -> str:
+    """Return what a file is that cannot be read, in a few words."""
+    if path.is_dir():
+        return "it is a folder"
+    with path.open("rb") as file:
+        head = file.read(64)
+    if not head:
+        return "it is empty"
+    if head.startswith(b"version https://git-lfs"):
+        return "it is a git-lfs pointer; run `git lfs pull`"
+    if head.lstrip()[:1] == b"<":
+        return "it is a web page; download the file again"
+    if head.startswith(b"\x80"):
+        return "it has torch's format before 1.6; save it again with a current torch"
+    return f"it is damaged or has another format ({type(error).__name__})"
+
+
+def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest undamaged checkpoint of a folder; warn of damaged ones."""
+    for path in checkpoints(folder):
+        try:
+            return path, load(path)
+        except UserError as error:
+            warn(f"{error}; using the checkpoint before it")
+    return None
+
+
+def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write weights as safetensors.
+
+    Args:
+        path: of the file.
+        weights: by name; tied weights are written once per name.
+        about: plain values for the metadata, for example the class names.
+    """
+    tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, {name: json.dumps(value) for name, value in about.items()})
+    temporary.replace(path)
+
+
+def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read weights by name, and the metadata of `save_weights`.
+
+    Args:
+        path: a .safetensors file; a checkpoint of this project; or what torch.save wrote: a state
+            dict, alone or under `state_dict`, `model_state_dict` or `model`.
+
+    Raises:
+        UserError: the file is missing, damaged, contains no weights, or contains NaN.
+    """
+    about: dict[str, Any] = {}
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, "pt") as file:
+                found: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                about = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
+        except FileNotFoundError:
+            raise UserError(f"{path} does not exist; check --resume") from None
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} contains no weights: {_describe(path, error)}") from None
+        except json.JSONDecodeError:
+            about = {}  # metadata of another program
+    else:
+        found = load(path)
+        if isinstance(found, dict):
+            found = found.get("parts", found)  # of a checkpoint of this project
+            keys = ("ema", "state_dict", "model_state_dict", "model")
+            found = next((found[key] for key in keys if key in found), found)
+    if not isinstance(found, dict) or not any(isinstance(v, Tensor) for v in found.values()):
+        raise UserError(f"{path} contains no weights; expected a state dict: tensors by name")
+    weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    weights.pop("n_averaged", None)  # of AveragedModel
+    while prefix := next((w for w in WRAPPERS if all(n.startswith(w) for n in weights)), None):
+        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    if wrong := [n for n, v in weights.items() if v.is_floating_point() and v.isnan().any()]:
+        raise UserError(f"{path} contains NaN in {wrong[0]}; use weights from before it diverged")
+    return weights, about
+
+
+def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
+    """Load the weights of a file into a model.
+
+    Args:
+        path: as in `load_weights`.
+        model: gets the weights.
+        about: `classes`, if given, is compared with that of the file.
+
+    Raises:
+        UserError: the weights belong to another model or to other classes.
+    """
+    weights, written = load_weights(path)
+    ours, theirs = about.get("classes"), written.get("classes")
+    if ours and theirs and ours != theirs:
+        raise UserError(f"{path} was trained for the classes {theirs}; the data has {ours}")
+    try:
+        unwrapped(model).load_state_dict(weights)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise UserError(f"{path} does not fit the model: {reason}") from None
+
+
+def check_flags(
+    path: Path, before: Mapping[str, Any], now: Mapping[str, Any], warn: Callable[[str], None]
+) -> None:
+    """Compare the flags of a checkpoint with those of this run; warn of changes.
+
+    Raises:
+        UserError: the order of the samples would change.
+    """
+    for name, value in before.items():
+        if value != now.get(name) and name in ("seed", "batch_size"):
+            flag = name.replace("_", "-")
+            raise UserError(f"{path} was saved with --{flag} {value}; use the same value")
+        if value != now.get(name) and name not in FREE:
+            warn(f"{path} was saved with {name} = {value}; now it is {now.get(name)}")
+
+
+def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Load each part of a run from its state in a checkpoint.
+
+    Raises:
+        UserError: a part is missing in the checkpoint, or belongs to another model.
+    """
+    for name, part in parts.items():
+        try:
+            part.load_state_dict(states[name])
+        except (KeyError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise UserError(f"{path} does not fit {name}: {reason}; use the same model") from None
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of this process's random generators, as tensors and plain values."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {"torch": torch.get_rng_state(), "python": list(random.getstate()[1])}
+    state["numpy"] = [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set this process's random generators to a state that `random_state` returned."""
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate((3, tuple(state["python"]), None))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,106 @@
+"""What DistributedDataParallel leaves to its users."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def warm_up_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP arrange its buckets before the first step. Every rank calls this.
+
+    After its first backward, DDP rearranges its buckets by the order in which gradients became
+    ready. With 3 or more ranks the arrangement decides the order of additions, so that a resumed
+    run would differ from an uninterrupted one in the last bits of its first step. This backward
+    happens before the first step of both. The forward of the model is not called: the gradient of
+    each parameter comes from its sum. Parameters, buffers and random generators do not change.
+
+    Models for which this cannot work are left alone: those with sparse gradients or a static graph.
+    On 3 or more ranks they resume with different last bits.
+    """
+    module = ddp.module
+    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
+    if ddp.static_graph or any(embedding.sparse for embedding in embeddings):
+        return
+    ddp.module = _SumOfParameters(module)
+    try:
+        ddp(torch.empty(0)).backward()  # on a GPU, DDP needs an input
+    finally:
+        ddp.module = module
+    ddp.zero_grad(set_to_none=True)
+
+
+class _SumOfParameters(nn.Module):
+    """A stand-in whose gradients are ones. It calls neither forward nor hooks of the model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.trained = [p for p in module.parameters() if p.requires_grad]
+        self.named_buffers = module.named_buffers  # DDP would otherwise forget them
+
+    def forward(self, _: Tensor) -> Tensor:
+        """Return the sum of all parameters."""
+        real = (torch.view_as_real(p) if p.is_complex() else p for p in self.trained)
+        return cast("Tensor", sum(p.sum() for p in real))
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside the wrappers of DistributedDataParallel and torch.compile."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    return getattr(model, "_orig_mod", model)
+
+
+def parameter_hash(model: Any) -> str:
+    """Return the SHA-256 of all parameters and buffers, in the order of their names."""
+    digest = hashlib.sha256()
+    for name, value in sorted(unwrapped(model).state_dict().items()):
+        if isinstance(value, Tensor):  # not the extra state of a module
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(name.encode() + data.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_replicas(model: nn.Module) -> str:
+    """Check that all ranks have the same parameters. Every rank calls this.
+
+    Buffers become those of rank 0, because BatchNorm's statistics differ between ranks.
+
+    Returns:
+        The parameter hash.
+    """
+    broadcast_buffers(model)
+    hashes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hashes, parameter_hash(model))
+    different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+    assert not different, f"the parameters of rank(s) {different} differ from those of rank 0"
+    return hashes[0]
+
+
+@torch.no_grad()
+def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Copy the buffers of the first rank, such as BatchNorm's statistics, to all ranks of a group.
+
+    Every rank calls this.
+    """
+    for buffer in unwrapped(model).buffers():
+        data = buffer.contiguous()  # a copy if the buffer is a view with gaps
+        dist.broadcast(data, group=group, group_src=0)
+        if data is not buffer and dist.get_rank(group) != 0:
+            buffer.copy_(data)
+
+
+@torch.no_grad()
+def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Replace tensors by their means over the ranks, in one message. Every rank calls this."""
+    tensors = list(tensors)
+    # One long message is faster than many short ones.
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    means = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
+        tensor.copy_(mean.view(tensor.shape))

@@ -1,0 +1,118 @@
+"""Evaluate a whole data set on all ranks: each sample once, in dataset order."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.ddp import broadcast_buffers, unwrapped
+from common.launch import UserError
+
+MAX_SCORED_CLASSES = 100  # the scores of 50,000 samples and 1,000 classes would take 200 MB
+
+
+class Evaluation(NamedTuple):
+    """The outputs of a model for a whole data set of N samples, equal on all ranks."""
+
+    metrics: dict[str, float]
+    """loss, accuracy, and top5 for more than 10 classes."""
+    targets: Tensor
+    """Labels, [N]."""
+    predictions: Tensor
+    """Most probable classes, [N]."""
+    scores: Tensor
+    """Class probabilities, [N, C]; [N, 0] for more than 100 classes."""
+
+
+def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the rows of all ranks in the order of the data set, [total, ...].
+
+    Every rank calls this. `DistributedSampler(shuffle=False)` gives rank r of W the samples
+    r, r + W, r + 2 W, ... and repeats the first samples until all ranks have equally many; the
+    repeats are cut off here.
+
+    Args:
+        rows: of this rank's samples, [ceil(total / W), ...], on the CPU.
+        total: number of samples in the data set.
+        group: the W ranks; default: all.
+    """
+    shards = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, rows.contiguous(), group=group)
+    return torch.stack(shards, dim=1).flatten(0, 1)[:total]  # row k of rank r is row k * W + r
+
+
+@torch.no_grad()  # not inference_mode: a model may keep a tensor for its next training step
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    total: int,
+    autocast: AbstractContextManager[Any],
+    group: dist.ProcessGroup | None = None,
+) -> Evaluation:
+    """Classify a whole data set, each sample once. Every rank calls this.
+
+    Args:
+        model: DDP's wrapper is removed, because it would communicate.
+        batches: inputs and labels of this rank, from `DistributedSampler(shuffle=False)`.
+        total: number of samples in the data set.
+        autocast: the context of mixed precision.
+        group: the ranks among which the data set is divided; default: all.
+
+    Raises:
+        UserError: the model diverged.
+    """
+    model = unwrapped(model)
+    broadcast_buffers(model, group)
+    device = next(model.parameters()).device
+    columns: list[tuple[Tensor, ...]] = []
+    training = model.training
+    model.eval()
+    for inputs, labels in batches:
+        with autocast:
+            logits = model(inputs.to(device, non_blocking=True)).float()  # [B, C]
+        labels = labels.to(device, non_blocking=True)
+        classes = logits.shape[1]
+        scores = logits.softmax(dim=1)[:, : classes if classes <= MAX_SCORED_CLASSES else 0]
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        columns.append((labels, losses, logits.topk(min(5, classes)).indices, scores))
+    model.train(training)
+    own = (torch.cat(column).cpu() for column in zip(*columns, strict=True))
+    targets, losses, top, scores = (in_dataset_order(rows, total, group) for rows in own)
+    if not losses.isfinite().all():
+        raise UserError("training diverged: the outputs of the model are not finite; lower --lr")
+    hits = top == targets[:, None]  # [N, 5]
+    metrics = {"loss": losses.double().mean().item()}
+    metrics["accuracy"] = hits[:, 0].double().mean().item()
+    if classes > 10:
+        metrics["top5"] = hits.any(dim=1).double().mean().item()
+    return Evaluation(metrics, targets, top[:, 0], scores)
+
+
+def write_predictions(
+    path: Path, class_names: Sequence[str], evaluation: Evaluation, **columns: Sequence[Any]
+) -> None:
+    """Write one row per sample to a csv file, on rank 0.
+
+    Args:
+        path: of the file.
+        class_names: of labels 0, 1, ...
+        evaluation: of the data set.
+        columns: further columns by name, with one value per sample.
+    """
+    if dist.get_rank() != 0:
+        return
+    labels, predictions = evaluation.targets.tolist(), evaluation.predictions.tolist()
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        head = ("index", "label", "prediction", "label_name", "prediction_name")
+        writer.writerow([*head, *columns])
+        rows = zip(labels, predictions, *columns.values(), strict=True)
+        for index, (label, prediction, *more) in enumerate(rows):
+            names = class_names[label], class_names[prediction]
+            writer.writerow([index, label, prediction, *names, *more])

@@ -1,0 +1,167 @@
+"""A folder of images as bytes, with random crops that can be repeated.
+
+A crop follows from the seed, the epoch and the index of its image. It therefore depends neither
+on the rank or loader worker that reads the image nor on interruptions of the run.
+"""
+
+import os
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torchvision import datasets
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as F
+
+from common.launch import UserError
+
+# Names of no classes or images: hidden, or created by file servers and archivers.
+HIDDEN = (".", "@eaDir", "@Recycle", "@__thumb", "#recycle", "#snapshot", "$RECYCLE.BIN")
+HIDDEN += ("__MACOSX", "lost+found")
+
+
+class ImageFolder(datasets.ImageFolder):
+    """torchvision's ImageFolder with images as bytes, [3, size, size], and repeatable crops.
+
+    The key (epoch, index) returns a random crop; an index returns the center, for evaluation.
+
+    Args:
+        root: contains a folder of images per class.
+        size: height and width of the images, in pixels.
+        seed: of the random crops.
+        classes: class names in the order of their labels; default: the folders, sorted.
+
+    Raises:
+        UserError: the folder or a class is missing, empty or unknown, or links repeat images.
+    """
+
+    def __init__(
+        self, root: Path, size: int, seed: int = 0, classes: Sequence[str] | None = None
+    ) -> None:
+        self.seed, self.known_classes = seed, classes
+        self.center_crop = center_crop(size)
+        self.random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
+        try:
+            super().__init__(str(root))
+        except OSError as error:
+            siblings = ", ".join(sorted(readable(path.name) for path in root.parent.glob("*/"))[:5])
+            raise UserError(
+                f"{readable(error.filename)}: {error.strerror}; expected {readable(root)}/CLASS/"
+                f"*.jpg ({readable(root.parent)} contains {siblings or 'no folder'})"
+            ) from None
+
+    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
+        """Return the class names and their labels."""
+        names = list(self.known_classes or _class_folders(directory))
+        return names, {name: label for label, name in enumerate(names)}
+
+    @staticmethod
+    def make_dataset(
+        directory: str | Path, class_to_idx: dict[str, int], *_: Any, **__: Any
+    ) -> list[tuple[str, int]]:
+        """Return the path and the label of each image."""
+        samples, reached = list[tuple[str, int]](), {os.path.realpath(directory): str(directory)}
+        for name, folder in _class_folders(directory).items():
+            if name not in class_to_idx:
+                known = ", ".join([*list(class_to_idx)[:5], "..."])
+                raise UserError(f"{readable(folder)} is not a class of the training set ({known})")
+            if not (paths := _list_images(folder, reached)):
+                kinds = " ".join(IMG_EXTENSIONS)
+                raise UserError(f"{readable(folder)} has no images ({kinds}); remove the folder")
+            samples += [(path, class_to_idx[name]) for path in paths]
+        return samples
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, int]:
+        """Return an image, [3, size, size] bytes, and its label."""
+        epoch, index = index if isinstance(index, tuple) else (None, index)
+        path, label = self.samples[index]
+        image = decode(path)
+        if epoch is None:
+            return self.center_crop(image), label
+        with torch.random.fork_rng(devices=[]):
+            seeds = np.random.SeedSequence([self.seed, epoch, index])
+            # torch.manual_seed would also set the generator of the GPU.
+            torch.default_generator.manual_seed(int(seeds.generate_state(1)[0]))
+            return self.random_crop(image), label
+
+
+def decode(path: str | Path) -> Tensor:
+    """Return an image file as RGB bytes, [3, H, W]. Its EXIF orientation is ignored.
+
+    Raises:
+        UserError: the file is damaged or not an image.
+    """
+    try:
+        try:
+            image = decode_image(torch.from_numpy(np.fromfile(path, np.uint8)), ImageReadMode.RGB)
+        except RuntimeError:  # BMP and TIFF, for example, and damaged files
+            with Image.open(path) as opened:
+                if opened.mode.startswith(("I", "F")):
+                    raise ValueError("more than 8 bits per color; convert it to PNG") from None
+                image = F.pil_to_tensor(opened.convert("RGB"))
+    except Exception as error:  # Pillow raises errors of many types for damaged files
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "not an image; it may be empty, or a git-lfs pointer" if unknown else error
+        raise UserError(f"cannot decode {readable(path)}: {reason}") from None
+    image = image[0] if image.dim() == 4 else image  # the first frame of an animation
+    return F.to_dtype(image, torch.uint8, scale=True)  # from 16 bits per color
+
+
+def center_crop(size: int) -> v2.Compose:
+    """Return the transform for evaluation: Resize(256) and CenterCrop(224) for 224 pixels."""
+    return v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)])
+
+
+def readable(path: str | Path) -> str:
+    r"""Return a path as text in which bytes that are not UTF-8 are escaped, for example `\xb9`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _class_folders(root: str | Path) -> dict[str, str]:
+    """Return the class folders by name, sorted. macOS writes some names in decomposed Unicode."""
+    folders: dict[str, str] = {}
+    for entry in os.scandir(root):
+        if entry.is_dir() and not entry.name.startswith(HIDDEN):
+            name = unicodedata.normalize("NFC", readable(entry.name))
+            if name in folders:
+                raise UserError(f"{readable(root)} has {name} in two Unicode forms; merge them")
+            folders[name] = os.fspath(entry.path)
+    if not folders:
+        raise UserError(f"{readable(root)} has no class folders; expected CLASS/*.jpg in it")
+    return dict(sorted(folders.items()))
+
+
+def _list_images(folder: str, reached: dict[str, str]) -> list[str]:
+    """Return the images below a folder, also through links, but none of them twice.
+
+    `reached` maps the real paths of folders and linked files to the paths that led there.
+    """
+    real_folder, images = _reach(folder, reached), list[str]()
+    for entry in sorted(os.scandir(folder), key=lambda entry: (entry.is_dir(), entry.name)):
+        if entry.name.startswith(HIDDEN):
+            continue
+        if entry.is_dir():
+            images += _list_images(entry.path, reached)
+        elif entry.name.lower().endswith(IMG_EXTENSIONS):
+            if entry.is_symlink() or f"{real_folder}/{entry.name}" in reached:
+                _reach(entry.path, reached)
+            images.append(entry.path)
+    return images
+
+
+def _reach(path: str, reached: dict[str, str]) -> str:
+    """Return the real path of a folder or linked file that was not reached before."""
+    real = os.path.realpath(path)
+    # Whatever a reached folder contains is also reached through it.
+    first = reached.get(real) or (Path(path).is_symlink() and reached.get(str(Path(real).parent)))
+    if first:
+        raise UserError(f"{readable(path)} repeats images of {readable(first)}; remove the link")
+    reached[real] = path
+    return real

@@ -1,0 +1,146 @@
+"""Loaders of images: a folder of files, the digits enlarged, or random pixels.
+
+Images are bytes until they are on the device.
+"""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchvision.transforms.v2 import functional as F
+
+from common.data import image_data
+from common.image_folder import ImageFolder, readable
+from common.launch import UserError
+from common.rank import print0
+from common.sampler import ResumableSampler
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in 0..1
+DUMMY_STEPS = 100  # per epoch of --dummy
+
+
+class InMemoryImages(TensorDataset):
+    """Images as bytes, [N, 3, size, size], and labels, [N], without random crops."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor, classes: Sequence[str]) -> None:
+        super().__init__(pixels, labels)
+        self.classes = list(classes)
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+        """Return an image and its label; the key is an index or (epoch, index)."""
+        return super().__getitem__(index[1] if isinstance(index, tuple) else index)
+
+
+def image_loaders(
+    data: Path | None,
+    batch_size: int,
+    image_size: int,
+    seed: int,
+    workers: int,
+    *,
+    rank: int | None = None,
+    replicas: int | None = None,
+    dummy: bool = False,
+    pin_memory: bool = False,
+    timeout: float = 120.0,
+) -> tuple[Any, Any]:
+    """Return DataLoaders of the training and the test set. Every rank calls this.
+
+    Batches are bytes [B, 3, image_size, image_size] and labels [B]. The training loader drops the
+    last, smaller batch. The test loader yields samples rank, rank + replicas, ... in order. The
+    class names are `loader.dataset.classes`.
+
+    Args:
+        data: contains train/CLASS/* and val/CLASS/*; None is the digits, enlarged.
+        batch_size: samples per replica and step.
+        image_size: height and width of the images, in pixels.
+        seed: of the sample order and the crops.
+        workers: loader processes of this rank, which share the list of files.
+        rank: number of this data-parallel replica; default: the rank.
+        replicas: number of data-parallel replicas; default: the world size.
+        dummy: use random pixels, to measure the speed of training without files.
+        pin_memory: use page-locked memory, from which a GPU copies while the host continues.
+        timeout: longest wait for a loader worker, in seconds.
+
+    Raises:
+        UserError: see `ImageFolder`; or the nodes have different files.
+    """
+    train: Any
+    test: Any
+    if dummy:
+        train, test = _dummy_images(batch_size * (replicas or dist.get_world_size()), image_size)
+    elif data is None:
+        train, test = _enlarged_digits(image_size)
+    else:
+        data = data.expanduser()
+        train = ImageFolder(data / "train", image_size, seed)
+        test = ImageFolder(data / "val", image_size, classes=train.classes)
+        _check_same_on_all_ranks(data, train.samples + test.samples)
+        if absent := sorted({*train.targets} - {*test.targets}):
+            names = ", ".join([train.classes[n] for n in absent[:5]] + ["..."] * (len(absent) > 5))
+            print0(f"{readable(data)}/val has no images of {len(absent)} class(es): {names}")
+    loader: Any = functools.partial(
+        DataLoader,
+        batch_size=batch_size,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=pin_memory,
+        timeout=timeout if workers else 0,
+        generator=torch.Generator(),  # the global one belongs to the model, for dropout
+    )
+    sampler = ResumableSampler(train, replicas, rank, seed=seed, drop_last=True)
+    shard = DistributedSampler(test, replicas, rank, shuffle=False)
+    return loader(train, sampler=sampler, drop_last=True), loader(test, sampler=shard)
+
+
+def normalize(
+    pixels: Tensor,
+    device: torch.device,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Tensor:
+    """Copy bytes [B, 3, H, W] to the device, and normalize them there as float32.
+
+    Bytes are a quarter of the size of floats. From pinned memory, the host does not wait.
+    """
+    images = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=memory_format)
+    mean, std = _statistics(device)
+    return images.sub_(mean).div_(std)
+
+
+@functools.cache  # a new tensor on a GPU in every step would make the host wait
+def _statistics(device: torch.device) -> list[Tensor]:
+    """Return mean and standard deviation in the range of bytes, [3, 1, 1] each."""
+    return [255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (MEAN, STD)]
+
+
+def _dummy_images(batch_size: int, size: int) -> list[InMemoryImages]:
+    """Return one image of random pixels many times, with labels of 1,000 classes."""
+    pixels = torch.randint(256, (1, 3, size, size), dtype=torch.uint8)
+    labels = torch.arange(DUMMY_STEPS * batch_size) % 1000
+    names, counts = [str(label) for label in range(1000)], (len(labels), len(labels) // 10)
+    return [InMemoryImages(pixels.expand(n, -1, -1, -1), labels[:n], names) for n in counts]
+
+
+def _enlarged_digits(size: int) -> list[InMemoryImages]:
+    """Return the embedded digits of 8x8 pixels as RGB images of size x size pixels."""
+    digits, sets = image_data("digits", Path()), list[InMemoryImages]()
+    for images, labels in (digits.train.tensors, digits.test.tensors):
+        gray = (255 * (images * digits.std + digits.mean)).round().to(torch.uint8)
+        pixels = F.resize(gray, [size, size]).expand(-1, 3, -1, -1)
+        sets.append(InMemoryImages(pixels, labels, digits.class_names))
+    return sets
+
+
+def _check_same_on_all_ranks(data: Path, samples: Sequence[tuple[str, int]]) -> None:
+    """Check that all nodes have the same files, because labels follow from their names."""
+    files = repr([(path[len(str(data)) :], label) for path, label in samples])
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(files.encode()).digest())
+    if len(set(digests)) > 1:
+        raise UserError(f"{readable(data)} has different files on other nodes; copy it to all")

@@ -1,0 +1,282 @@
+"""Turn a command into ranks. No torch here, so that `--help` answers at once.
+
+| command | started by |
+|---|---|
+| `python -m examples.NAME` | the shell: a world of one |
+| `python -m examples.NAME --nproc N` | `start`, N processes |
+| the same on M nodes with `--world-size M --rank R --dist-url tcp://HOST:PORT` | `start` |
+| `torchrun -m examples.NAME`, also on Kubernetes | torchrun |
+| `srun python -m examples.NAME` | SLURM |
+"""
+
+import contextlib
+import importlib
+import io
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
+
+import tyro
+from tyro.conf import arg
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+LOST = 75  # exit code: another process was lost or never arrived
+INIT_METHOD = "INIT_METHOD"  # environment variable: where the ranks of `start` meet
+
+
+class UserError(Exception):
+    """A mistake of the user, in one line: what is wrong with the value, then the fix.
+
+    It is printed once per job, without a traceback; every rank exits with code 2.
+    """
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """The flags that all examples share."""
+
+    epochs: int = 10
+    """Passes over the training set."""
+    batch_size: Annotated[int, arg(aliases=["-b"])] = 128
+    """GLOBAL batch size in samples, divided by the number of ranks."""
+    nproc: Annotated[int, arg(metavar="N")] = 1
+    """Processes to start on this machine; leave it out under torchrun or srun."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto is CUDA if torch finds a device."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto is bf16 if the device computes it natively, else fp32."""
+    deterministic: bool = False
+    """Use repeatable CUDA kernels, which are slower; CPU runs are repeatable anyway."""
+    workers: Annotated[int, arg(aliases=["-j"])] = 0
+    """Data-loading processes per rank; 0 loads in the rank itself."""
+    seed: int = 0
+    """Seed of parameters and sample order."""
+    timeout: Annotated[float, arg(metavar="SECONDS")] = 120.0
+    """Longest wait for another rank before the run fails."""
+    out: Path = Path("runs/run")
+    """Folder for checkpoints, metrics and the result."""
+    resume: Annotated[str, arg(metavar="auto|PATH|no")] = "no"
+    """auto (newest checkpoint in --out), the path of a checkpoint or of weights, or no."""
+    checkpoint_every: Annotated[int, arg(metavar="STEPS")] = 200
+    """Steps between checkpoints; there is also one after every epoch."""
+    log_every: Annotated[int, arg(metavar="STEPS", aliases=["-p", "--print-freq"])] = 0
+    """Steps between lines with the loss; 0 prints one line per epoch."""
+
+
+@dataclass(frozen=True)
+class NodeArgs(RunArgs):
+    """The shared flags, and those of pytorch/examples for several nodes."""
+
+    world_size: Annotated[int, arg(metavar="NODES")] = 1
+    """Number of nodes; start the program on each with the same --dist-url."""
+    rank: Annotated[int, arg(metavar="NODE")] = 0
+    """Number of this node, from 0."""
+    dist_url: Annotated[str, arg(metavar="tcp://HOST:PORT")] = "auto"
+    """Address of node 0; auto is a file on this machine."""
+    dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto is nccl if every rank has a CUDA device of its own, else gloo."""
+    multiprocessing_distributed: bool = False
+    """Start one process per CUDA device of this machine."""
+
+
+class Place(NamedTuple):
+    """The place of a process in the job, in torchrun's terms."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    init_method: str
+
+
+def launched() -> bool:
+    """Return True if torchrun or srun started this process, possibly with others."""
+    step_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))  # 1 in a shell of `srun --pty`
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or step_tasks > 1
+
+
+def place(args: RunArgs, local_rank: int) -> Place:
+    """Return the place of this process, and export it in torchrun's variables.
+
+    Args:
+        args: the flags.
+        local_rank: the number of this process on its machine.
+
+    Raises:
+        UserError: the variables of the launcher are incomplete.
+    """
+    env = os.environ
+    if {"RANK", "WORLD_SIZE"} <= env.keys():
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        if missing := [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if n not in env]:
+            raise UserError(
+                f"RANK and WORLD_SIZE are set but {', '.join(missing)} not; "
+                f"start with torchrun, or unset RANK and WORLD_SIZE"
+            )
+        here = Place(*(int(env[n]) for n in names), _tcp(env["MASTER_ADDR"], env["MASTER_PORT"]))
+    elif launched():
+        here = _slurm_place()
+    else:
+        nodes, node, url = 1, 0, "auto"
+        if isinstance(args, NodeArgs):
+            nodes, node, url = args.world_size, args.rank, args.dist_url
+        rank, world_size = node * args.nproc + local_rank, nodes * args.nproc
+        method = env.get(INIT_METHOD, "") if url == "auto" else url
+        here = Place(rank, local_rank, world_size, args.nproc, method)
+    env |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank)}
+    env |= {"WORLD_SIZE": str(here.world_size), "LOCAL_WORLD_SIZE": str(here.local_world_size)}
+    return here
+
+
+def _slurm_place() -> Place:
+    env = os.environ
+    # The first host of gpu[03-05,9],login is gpu03. The port follows from the job, so that two
+    # jobs on one host do not collide.
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
+    port = 20_000 + int(env["SLURM_JOB_ID"]) % 10_000
+    tasks = [  # per node, from "4(x2),3"
+        int(count)
+        for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+        for _ in range(int(repeat or 1))
+    ]
+    return Place(
+        int(env["SLURM_PROCID"]),
+        int(env["SLURM_LOCALID"]),
+        int(env["SLURM_STEP_NUM_TASKS"]),
+        tasks[int(env["SLURM_NODEID"])],
+        _tcp(env.get("MASTER_ADDR", host), env.get("MASTER_PORT", str(port))),
+    )
+
+
+def _tcp(host: str, port: str) -> str:
+    return f"tcp://{host}:{port}"
+
+
+def start(args_class: type[RunArgs], module: str) -> NoReturn:
+    """Read the flags, run the ranks of this machine, and exit with their code.
+
+    Args:
+        args_class: the flags, a frozen dataclass.
+        module: has `main(args)`, which starts ranks, and `main_worker(local_rank, args)`, one of
+            them. It is imported after the flags are read, because it imports torch.
+    """
+    args = read_args(args_class, module.removesuffix(".train"))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+    if launched():
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+        importlib.import_module(module).main_worker(local_rank, args)
+        _exit(0)
+    if isinstance(args, NodeArgs) and args.multiprocessing_distributed:
+        import torch  # takes seconds, needed here for this flag only
+
+        args = replace(args, nproc=max(1, torch.cuda.device_count()))
+    print(f"starting {args.nproc} process(es) ...", flush=True)
+    if args.nproc == 1:
+        importlib.import_module(module).main_worker(0, args)
+        _exit(0)
+    with tempfile.TemporaryDirectory() as folder:
+        # Ranks of one machine meet at a file: a port could be taken, or reached by strangers.
+        os.environ[INIT_METHOD] = f"file://{folder}/rendezvous"
+        _start_fork_server(module)
+        code = _spawn(importlib.import_module(module), args)
+    _exit(code)
+
+
+def read_args(args_class: type[RunArgs], program: str) -> Any:
+    """Return the command line as an instance of `args_class`; of several ranks, rank 0 reports."""
+    variable = "LOCAL_RANK" if "GROUP_RANK" in os.environ else "RANK"  # a log per torchrun node
+    rank = int(os.environ.get(variable, os.environ.get("SLURM_PROCID", "0")))
+    captured = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(captured):
+            args = tyro.cli(args_class, prog=f"python -m {program}")
+        for name in ("epochs", "batch_size", "nproc", "checkpoint_every", "timeout"):
+            if vars(args)[name] <= 0:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} {vars(args)[name]} must be above 0")
+        if isinstance(args, NodeArgs) and not 0 <= args.rank < args.world_size:
+            raise UserError(f"--rank {args.rank} must be from 0 to --world-size - 1")
+        if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
+            raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
+        return replace(args, out=args.out.expanduser())
+    except UserError as error:
+        captured.write(f"error: {error}\n")
+        code = 2
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    if rank == 0:
+        sys.stderr.write(captured.getvalue())
+    elif code:
+        time.sleep(5)  # torchrun kills all ranks as soon as one exits; rank 0 reports first
+    raise SystemExit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit without freeing a million Python objects one by one, which takes 1.5 s."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _start_fork_server(module: str) -> None:
+    """Import torch once, in a server from which all ranks are forked.
+
+    Importing does not initialize CUDA, so that the ranks can use it.
+    """
+    multiprocessing.set_forkserver_preload([module, "torch._dynamo"])
+    # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
+    # the ranks. They inherit what is ignored and blocked here.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # before the mask, because it unblocks the signals
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _spawn(program: ModuleType, args: RunArgs) -> int:
+    """Start the ranks and wait for them; return the exit code of the rank that failed first."""
+    from torch.multiprocessing import ProcessExitedException  # takes seconds, like all of torch
+
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the ranks report
+    stopped_at = list[float]()
+
+    def forward(signum: int, _: FrameType | None) -> None:
+        """Let the ranks save and exit; a second signal kills them.
+
+        Within a second it is the same Ctrl-C, sent by the terminal and by a parent.
+        """
+        signal_now = signum
+        if signum in STOP_SIGNALS:
+            if stopped_at and time.monotonic() > stopped_at[0] + 1:
+                print("second signal: exiting without saving", file=sys.stderr, flush=True)
+                signal_now = signal.SIGKILL
+            stopped_at.append(time.monotonic())
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, signal_now)
+
+    for signum in (*STOP_SIGNALS, signal.SIGUSR1):
+        signal.signal(signum, forward)
+    try:
+        program.main(args)
+    except ProcessExitedException as error:
+        if error.signal_name == "SIGABRT":  # NCCL's watchdog, after a time-out
+            return LOST
+        if error.signal_name and not stopped_at:
+            print(
+                f"error: local rank {error.error_index} was killed by {error.signal_name}; "
+                f"continue from the last checkpoint with --resume auto",
+                file=sys.stderr,
+            )
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    return 0

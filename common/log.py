@@ -1,0 +1,145 @@
+"""Console, progress bar and files of a run. Rank 0 writes them; nothing here communicates."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common.launch import UserError
+
+
+class Log:
+    """Write to the console, metrics.jsonl, TensorBoard and curves.png.
+
+    Args:
+        out: folder of the run.
+        active: True on rank 0; other ranks print and write nothing.
+    """
+
+    def __init__(self, out: Path, active: bool) -> None:
+        self.out, self.active = out, active
+        self.points: list[dict[str, Any]] = []  # of the whole run, for the curves
+        self._unwritten: list[dict[str, Any]] = []
+        self._events: Any = None
+        tqdm.set_lock(threading.RLock())  # the default semaphore outlives a killed process
+        self._bar = tqdm(unit="step", leave=False, disable=None if active else True)
+
+    def print0(self, line: str) -> None:
+        """Print a line above the progress bar."""
+        if self.active:
+            tqdm.write(line)
+            sys.stdout.flush()
+
+    def warn(self, line: str) -> None:
+        """Print a warning on standard error, in yellow on a terminal."""
+        if self.active:
+            line = f"warning: {line}"
+            tqdm.write(f"\033[33m{line}\033[0m" if sys.stderr.isatty() else line, sys.stderr)
+
+    def open(self, step: int) -> None:
+        """Open the files: new ones at step 0, else those of the resumed run, up to `step`."""
+        if not self.active:
+            return
+        if step == 0:
+            self._move_earlier_run()
+        self.points = [p for p in read_points(self.out / "metrics.jsonl") if p["step"] <= step]
+        self.out.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(point) + "\n" for point in self.points)
+        (self.out / "metrics.jsonl").write_text(text)
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, on rank 0 only
+
+        self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=step or None)
+
+    def _move_earlier_run(self) -> None:
+        """Move the files of an earlier run, whose checkpoints would be taken for those of this."""
+        found = [p for p in self.out.glob("*") if not p.name.startswith(("earlier.", "lock"))]
+        if found:
+            earlier = self.out / f"earlier.{len(list(self.out.glob('earlier.*')))}"
+            earlier.mkdir()
+            for path in found:
+                path.rename(earlier / path.name)
+            self.print0(f"moved an earlier run to {earlier}")
+
+    def show_step(self, step: int, total: int, label: str) -> None:
+        """Update the progress bar."""
+        self._bar.total, self._bar.n = total, step
+        self._bar.set_description_str(label, refresh=False)
+        self._bar.update(0)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Record values of a step, under the names that TensorBoard shows."""
+        if self.active:
+            self._unwritten.append({"step": step, **values})
+
+    def write(self) -> None:
+        """Write the recorded values.
+
+        Raises:
+            UserError: the disk is full, for example.
+        """
+        if not self._unwritten:
+            return
+        try:
+            with (self.out / "metrics.jsonl").open("a") as file:
+                file.writelines(json.dumps(point) + "\n" for point in self._unwritten)
+        except OSError as error:
+            path = self.out / "metrics.jsonl"
+            raise UserError(f"cannot write {path}: {error.strerror}; free some space") from None
+        for point in self._unwritten:
+            for name, value in point.items():
+                if name != "step":
+                    self._events.add_scalar(name, value, point["step"])
+        self.points += self._unwritten
+        self._unwritten = []
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Write what is left, curves.png and result.json."""
+        self._bar.close()
+        if self.active:
+            self.write()
+            self._events.close()
+            draw_curves(self.points, self.out / "curves.png")
+            where = {"host": platform.node(), "commit": _commit(), "torch": torch.__version__}
+            text = json.dumps({**result, **where}, indent=2, default=str)
+            (self.out / "result.json").write_text(text + "\n")
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl; the last one may be incomplete after a kill."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
+    """Draw the losses, and below them the other metrics, over the steps."""
+    import matplotlib as mpl  # with pandas 1.5 s, after the training
+
+    mpl.use("Agg")
+    import pandas as pd
+
+    table = pd.DataFrame(points).groupby("step").mean()
+    losses = [name for name in table if name.startswith("loss/")]
+    others = [name for name in table if name not in losses]
+    groups = [group for group in (losses, others) if group]
+    if groups:
+        axes = table.interpolate(limit_area="inside").plot(
+            subplots=groups, grid=True, figsize=(7.5, 3 * len(groups))
+        )
+        axes[0].figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def _commit() -> str:
+    """Return the commit of the source, from the image or from git."""
+    if revision := os.environ.get("SOURCE_REVISION"):
+        return revision
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"

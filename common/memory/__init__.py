@@ -1,1 +1,0 @@
-"""An estimate of the memory that a training step needs: `python -m common.memory`."""

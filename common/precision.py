@@ -1,0 +1,51 @@
+"""Mixed precision and repeatable kernels."""
+
+import os
+from typing import Any
+
+import torch
+
+from common.launch import UserError
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return a context in which matrix products and convolutions run in the given precision.
+
+    Args:
+        precision: fp32, bf16, fp16, or auto: bf16 if the device computes it natively, else fp32.
+        device: of this rank.
+
+    Raises:
+        UserError: bf16 on a GPU that only emulates it.
+    """
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        capabilities = torch.cpu.get_capabilities()
+        names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16")
+        native = any(capabilities.get(name) for name in names)
+    if precision == "bf16" and device.type == "cuda" and not native:
+        raise UserError("--precision bf16: this GPU does not compute bfloat16; leave it out")
+    name = ("bf16" if native else "fp32") if precision == "auto" else precision
+    return torch.autocast(device.type, HALF.get(name), enabled=name in HALF)
+
+
+def set_kernels(deterministic: bool, device: torch.device) -> None:
+    """Choose float32 that is float32 on CUDA, and fast or repeatable kernels.
+
+    By default, cuDNN's convolutions, and they alone, round float32 to TF32.
+    """
+    if device.type != "cuda":
+        return
+    backends: Any = torch.backends  # properties that type checkers do not see
+    backends.fp32_precision = "ieee"
+    # torch 2.11 keeps the default of convolutions unless they are named.
+    backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
+    backends.cuda.matmul.fp32_precision = "ieee"
+    backends.cudnn.benchmark = not deterministic  # tries the algorithms once per shape
+    backends.cudnn.deterministic = deterministic
+    if deterministic:  # raises for operations without a repeatable kernel, such as fused attention
+        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch 2.11 needs it

@@ -1,0 +1,255 @@
+"""Turn a process into a rank, and exit as one.
+
+`init_distributed` does what a torch program does by hand at its start:
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+
+and names the ranks that are missing. `record` has the name and place of torch's decorator: an
+error is one line per job, and the exit code tells a scheduler what to do.
+
+| code | meaning | a scheduler should |
+|---|---|---|
+| 0 | done | |
+| 2 | a mistake of the user | give up |
+| 75 | another process was lost or never arrived | start again |
+| 128 + n | stopped by signal n; during training, after a checkpoint | start again |
+| 1 | any other error | start again a few times |
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import secrets
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common import hang, rendezvous
+from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserError, place
+
+# Words of gloo and NCCL after another process exited or was silent for --timeout.
+LOST_WORDS = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out"),
+    "wait timeout after",  # for an address in the store, before the ranks are connected
+    *("Failed to recv", "remote process exited", "communicator was aborted"),
+)
+
+
+class Stopped(BaseException):
+    """A signal stopped the run. It is no `Exception`, because libraries catch those.
+
+    Args:
+        signum: of the signal; the exit code is 128 + signum.
+        saved: the checkpoint, in words.
+    """
+
+    def __init__(self, signum: int, saved: str = "nothing to save") -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}: {saved}")
+        self.signum = signum
+
+
+def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
+    """Join the process group and return the device of this rank. Every rank calls this.
+
+    Raises:
+        UserError: the device or the backend is not available.
+        TimeoutError: ranks are missing after --timeout; the message names them.
+    """
+    here = place(args, local_rank)
+    device, backend = choose_device(args, here)
+    dist.init_process_group(
+        backend,
+        store=rendezvous.wait_for_ranks(here, args.timeout),
+        rank=here.rank,
+        world_size=here.world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if "nccl" in backend else None,  # NCCL connects now, not in step 1
+    )
+    return device
+
+
+def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
+    """Return the device of this rank and the backend for it; share the CPU cores among ranks.
+
+    Raises:
+        UserError: the device or the backend is not available.
+    """
+    torch.set_num_threads(_threads(here))
+    if here.local_world_size == here.world_size:  # no socket that other machines could reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    wanted = args.dist_backend if isinstance(args, NodeArgs) else "auto"
+    devices = 0 if args.device == "cpu" else torch.cuda.device_count()
+    if args.device == "cuda" and not devices:
+        raise UserError("--device cuda: torch finds no CUDA device; use --device cpu")
+    if wanted == "nccl" and not devices:
+        raise UserError("--dist-backend nccl needs CUDA devices; use gloo")
+    if not devices:
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", here.local_rank % devices)
+    torch.cuda.set_device(device)
+    # NCCL refuses two ranks on one device. srun can show each rank one device of its own.
+    shared = here.local_world_size > devices and not (devices == 1 and "SLURM_PROCID" in os.environ)
+    if wanted == "gloo" or (wanted == "auto" and shared):
+        return device, "gloo"
+    return device, "cpu:gloo,cuda:nccl"  # collectives on CPU tensors use gloo
+
+
+def _threads(here: Place) -> int:
+    """Return OMP_NUM_THREADS, or this rank's part of the cores.
+
+    More threads than cores are slow. The number of threads changes the last bits of a sum, so it
+    must not depend on the launcher: torchrun sets OMP_NUM_THREADS=1 for several ranks of a node.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1
+    if threads.isdigit() and not (threads == "1" and by_torchrun):
+        return int(threads)
+    return max(1, cores() // here.local_world_size)
+
+
+def cores() -> int:
+    """Return the number of usable CPU cores: the affinity, cut to the container's quota."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # "max" means no quota
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        usable = min(usable or 1, int(quota) // int(period))
+    return max(1, usable or 1)
+
+
+def local_batch_size(batch_size: int, ranks: int) -> int:
+    """Return the samples per rank of a global batch.
+
+    Raises:
+        UserError: the batch cannot be divided equally.
+    """
+    if batch_size % ranks:
+        near = -(-batch_size // ranks) * ranks
+        raise UserError(
+            f"--batch-size {batch_size} is not divisible by {ranks} ranks; use {near}, for example"
+        )
+    return batch_size // ranks
+
+
+def print0(line: str) -> None:
+    """Print a line on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the main function of a rank: one line per error and job, and an exit code."""
+
+    @functools.wraps(main_worker)
+    def recorded(local_rank: int, args: Any) -> Any:
+        reports = args.out / "hang"
+        watched = (os.getppid(), hang.install(reports), reports)
+        threading.Thread(target=_watch, args=watched, daemon=True).start()
+        # Loader workers share the data set with their rank and exit with it.
+        multiprocessing.set_start_method("fork", force=True)
+        try:
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, _stop)
+            # The fork server blocks them; one may have arrived already.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            return main_worker(local_rank, args)
+        except (Exception, Stopped) as error:
+            for signum in STOP_SIGNALS:  # the launcher now stops all ranks
+                signal.signal(signum, _ignore)
+            # In case the store's host has exited: its requests may take --timeout.
+            threading.Timer(10, os._exit, (LOST,)).start()
+            message, code = _explain(error, reports)
+        if rendezvous.joined is None and local_rank > 0:
+            # All ranks of this machine fail alike. Local rank 0 reports; then the launcher ends
+            # this process.
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, signal.SIG_DFL)
+            time.sleep(4)
+        if _claim_error_report():
+            print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # sys.exit would run the destructors of a process group, which may wait for other ranks.
+        os._exit(code)
+
+    return recorded
+
+
+def _stop(signum: int, _: FrameType | None) -> None:
+    signal.signal(signum, _ignore)  # Ctrl-C arrives twice: from the terminal and the launcher
+    raise Stopped(signum)
+
+
+def _ignore(_: int, __: FrameType | None) -> None:
+    """Ignore a signal; with SIG_IGN, Python would warn of one that is being handled."""
+
+
+def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
+    """Return the message and the exit code for an error.
+
+    Args:
+        error: the error.
+        reports: folder of the hang reports.
+    """
+    if isinstance(error, UserError):  # of a loader worker, it is the last line of a traceback
+        return f"error: {str(error).splitlines()[-1].split('UserError: ')[-1]}", 2
+    if isinstance(error, Stopped):
+        return str(error), 128 + error.signum
+    if isinstance(error, TimeoutError):
+        return f"error: {error}", LOST
+    rank, store = os.environ.get("RANK", "?"), rendezvous.joined
+    if "imed out" in str(error) and store is not None:
+        seconds = hang.after_timeout(reports, error, store)
+        return f"error: rank {rank}: the other ranks do not respond\n{seconds}", LOST
+    if any(words in str(error) for words in LOST_WORDS):
+        return f"error: rank {rank}: lost {_unresponsive()}: {str(error).splitlines()[0]}", LOST
+    return f"error: rank {rank}: {''.join(traceback.format_exception(error))}", 1
+
+
+def _claim_error_report() -> bool:
+    """Return True if no other rank has reported an error before; the first error is the cause.
+
+    Under torchrun every node reports, because its log may be that of a pod.
+    """
+    store, own_id = rendezvous.joined, secrets.token_hex(8)
+    key = f"error/{os.environ.get('GROUP_RANK', '')}"
+    with contextlib.suppress(RuntimeError):
+        return store is None or store.compare_set(key, "", own_id) == own_id.encode()
+    return True  # the store's host has exited; rather report twice than not at all
+
+
+def _unresponsive() -> str:
+    """Return the ranks that do not confirm the loss within one second; they hang or have exited."""
+    store = rendezvous.joined
+    with contextlib.suppress(RuntimeError):
+        if store is not None:
+            keys = [f"lost/{rank}" for rank in range(dist.get_world_size())]
+            store.set(keys[dist.get_rank()], "")
+            time.sleep(1)
+            silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            return f"rank {', '.join(silent)}" if silent else "a connection"
+    return "the host of the rendezvous"
+
+
+def _watch(agent: int, signals: int, reports: Path) -> None:
+    """Exit when the parent process is killed, because nothing else would end this rank.
+
+    This thread also answers SIGUSR1 when the main thread is blocked in a collective.
+    """
+    parent, elastic = multiprocessing.parent_process(), "TORCHELASTIC_RUN_ID" in os.environ
+    while True:
+        if select.select([signals], [], [], 0.5)[0]:
+            hang.answer(signals, reports)
+        if not parent.is_alive() if parent else elastic and os.getppid() != agent:
+            os._exit(1)

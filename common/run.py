@@ -1,0 +1,345 @@
+"""`Run`: the bookkeeping around a training loop."""
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from common import checkpoint
+from common.ddp import check_replicas, unwrapped
+from common.launch import STOP_SIGNALS, RunArgs, UserError
+from common.log import Log
+from common.precision import autocast, set_kernels
+from common.rank import Stopped
+from common.sampler import ResumableSampler
+
+STOP_DELAY = 0.1  # seconds: a signal is noticed after about as long
+
+
+class Run:
+    """Resume, save, stop together with the other ranks, and log.
+
+    `Run` never calls the model, the loss, backward or the optimizer. Every rank creates one when
+    everything else exists, and calls its methods.
+
+    Args:
+        args: the flags.
+        device: of this rank.
+        what: model and data, printed in the first line.
+        replicas: data-parallel replicas, if these are not the ranks.
+        about: plain values for the metadata of best.safetensors. `classes`, the names of the
+            classes, is compared with that of weights to resume from.
+        parts: the state of the run by name, with `model` among it. Each part has `state_dict()`,
+            which every rank calls, and `load_state_dict()`; None is left out.
+
+    Raises:
+        UserError: the checkpoint is damaged or does not fit; another run uses --out.
+    """
+
+    def __init__(
+        self,
+        args: RunArgs,
+        device: torch.device,
+        what: object,
+        *,
+        replicas: int | None = None,
+        about: Mapping[str, Any] | None = None,
+        **parts: Any,
+    ) -> None:
+        self.args, self.device, self.about = args, device, dict(about or {})
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        set_kernels(args.deterministic, device)
+        self.autocast = autocast(args.precision, device)
+        self.parts = {name: unwrapped(part) for name, part in parts.items() if part is not None}
+        self.epoch = self.batch = self.step = 0  # batch: number of steps done in this epoch
+        self.best: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.flags = json.loads(json.dumps(asdict(args), default=str))  # plain values
+        self._losses: list[Tensor] = []  # of the latest steps, not yet averaged over the ranks
+        self._loss_sum, self._loss_count = 0.0, 0  # of this epoch
+        self._epochs, self._speed = args.epochs, 0.0
+        self._began, self._verified = time.perf_counter(), False
+        self._log = Log(args.out, active=self.rank == 0)
+        self.print0, self.warn, self.scalars = self._log.print0, self._log.warn, self._log.add
+        self._lock_folder()
+        self._greet(what, replicas)
+        self._resume()
+        self._log.open(self.step)
+        dist.barrier()  # no rank continues before rank 0 has moved an earlier run
+        self._signum, self._next_exchange = 0, self.step
+        self._message = torch.zeros(2, dtype=torch.int32)
+        self._work: dist.Work | None = None
+        self._step_began = time.perf_counter()
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, self._remember_signal)
+
+    def _lock_folder(self) -> None:
+        if self.rank == 0:
+            self.args.out.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.args.out / "lock").open("w")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(
+                    f"another run writes to {self.args.out}; use another --out"
+                ) from None
+
+    def _greet(self, what: object, replicas: int | None) -> None:
+        parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
+        local, left = divmod(self.args.batch_size, parts)  # unequal in manual_allreduce_sgd only
+        local_batch = f"{local + 1} or {local}" if left else str(local)
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
+        self.print0(
+            f"{what}\n{self.world_size} rank(s) on {name}, {dist.get_backend()}, "
+            f"{torch.get_num_threads()} thread(s) each; "
+            f"batch {self.args.batch_size} = {parts} {unit}{'s' * (parts > 1)} x {local_batch}"
+        )
+        if not cuda and self.args.device == "auto":
+            self.warn("no CUDA device found: the CPU is slow for large models")
+        if self.args.deterministic:
+            self.warn("--deterministic: kernels are repeatable and slower")
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    def _resume(self) -> None:
+        """Continue from the state that --resume names. Every rank calls this."""
+        resume, found = self.args.resume, None
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            resume = "auto"  # torchrun restarted this process
+        if resume == "auto":
+            found = checkpoint.newest(self.args.out / "checkpoints", self.warn)
+        elif resume != "no" and Path(resume).suffix == ".pt":
+            found = Path(resume), checkpoint.load(Path(resume))
+        if found is not None and "parts" not in found[1]:
+            found = None  # a state dict
+        self._check_same_step(found[1]["step"] if found else None)
+        if found is not None:
+            self._load_checkpoint(*found)
+        elif resume not in ("auto", "no"):
+            checkpoint.load_model(Path(resume), self.parts["model"], self.about)
+            self.print0(f"loaded the weights of {resume}")
+
+    def _check_same_step(self, step: int | None) -> None:
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, (step, platform.node(), os.getpid()))
+        if self.rank == 0:  # tools/hang.py sends its signal to these processes
+            self._lock.write("".join(f"{host} {pid}\n" for _, host, pid in found))
+            self._lock.flush()
+        if len({step for step, _, _ in found}) > 1:
+            steps = [step for step, _, _ in found]
+            raise UserError(
+                f"the ranks found checkpoints of different steps, {steps}; share --out among nodes"
+            )
+
+    def _load_checkpoint(self, path: Path, state: Mapping[str, Any]) -> None:
+        checkpoint.check_flags(path, state["args"], self.flags, self.warn)
+        checkpoint.load_parts(path, state["parts"], self.parts)
+        self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
+        self.best, self.metrics = state["best"], state["metrics"]
+        self._loss_sum, self._loss_count = state["losses"]
+        if len(state["random"]) == self.world_size:
+            checkpoint.restore_random_state(state["random"][self.rank])
+        else:
+            self.warn(
+                f"the number of ranks changed from {len(state['random'])} to {self.world_size}: "
+                f"results are equal up to rounding"
+            )
+        self.print0(f"resumed from {path}")
+
+    def save(self) -> Path:
+        """Write a checkpoint. Every rank calls this; rank 0 writes."""
+        self._average_losses()
+        self._log.write()  # a resumed run continues the curves from here
+        random: list[Any] = [None] * self.world_size
+        dist.all_gather_object(random, checkpoint.random_state())
+        parts = {name: part.state_dict() for name, part in self.parts.items()}
+        state: dict[str, Any] = {"parts": parts, "random": random, "metrics": self.metrics}
+        state |= {"epoch": self.epoch, "batch": self.batch, "step": self.step, "best": self.best}
+        state |= {"args": self.flags, "losses": [self._loss_sum, self._loss_count]}
+        path = self.args.out / "checkpoints" / f"step-{self.step:08}.pt"
+        if self.rank == 0:
+            checkpoint.save(path, state, verify=not self._verified)
+        self._verified = True
+        return path
+
+    # ---------------------------------------------------------------------------------- the loop
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the remaining epochs, from the one in which a resumed run was interrupted."""
+        self._epochs = count
+        while self.epoch < count:
+            epoch = self.epoch
+            yield epoch
+            assert self.epoch > epoch, "call run.end_epoch at the end of each epoch"
+            # A signal may have arrived during the evaluation, whose results are now written.
+            if signum := self._agreed_signal(now=True):
+                self._stop(signum)
+
+    def steps(self, loader: Any) -> Iterator[Any]:
+        """Yield the remaining batches of an epoch; each is one step. Every rank calls this.
+
+        Args:
+            loader: a DataLoader, or another iterable with a length.
+
+        Raises:
+            Stopped: a signal arrived; all ranks stop after the same step, with a checkpoint.
+        """
+        skipped = 0
+        if isinstance(loader, DataLoader):
+            sampler = loader.sampler
+            if isinstance(sampler, DistributedSampler) and sampler.epoch != self.epoch:
+                raise UserError("call sampler.set_epoch(epoch): every epoch has the same order")
+            if isinstance(sampler, ResumableSampler):
+                skipped = self.batch
+                sampler.skip(skipped * (loader.batch_size or 1))
+            # Loader workers draw the same random numbers in a resumed run, others on each rank.
+            seed = hash((self.args.seed, self.rank, self.epoch))
+            loader.generator = torch.Generator().manual_seed(seed)
+        total, first = len(loader), self.batch
+        random, batches = checkpoint.random_state(), iter(loader)
+        for _ in itertools.islice(batches, self.batch - skipped):
+            pass  # the run has already trained on these batches
+        checkpoint.restore_random_state(random)
+        began = self._step_began = time.perf_counter()
+        for batch in batches:
+            yield batch
+            self.batch += 1
+            self.step += 1
+            if self.batch == first + 1 < total:  # the first step is slower than the others
+                began = time.perf_counter()
+            self._end_step(total)
+        seconds, steps = time.perf_counter() - began, max(1, total - first - 1)
+        self._speed = steps * self.args.batch_size / seconds
+
+    def _end_step(self, total: int) -> None:
+        label = f"epoch {self.epoch + 1}/{self._epochs}"
+        self._log.show_step(self.step, self._epochs * total, label)
+        signum, every = self._agreed_signal(), self.args.log_every
+        if every and self.step % every == 0:
+            loss = self._average_losses()
+            self.print0(f"{label}, step {self.batch}/{total}: loss {loss:.4f}")
+        if signum:
+            self._stop(signum)
+        elif self.step % self.args.checkpoint_every == 0 and self.batch < total:
+            self.save()
+
+    def log(self, loss: Tensor) -> None:
+        """Keep the loss of a step, this rank's mean. Reading it now would wait for the device."""
+        self._losses.append(loss.detach())
+
+    def _average_losses(self) -> float:
+        """Record the losses since the last call, averaged over the ranks; return the last one."""
+        if not self._losses:
+            return math.nan
+        losses = torch.stack(self._losses).double().cpu()
+        self._losses.clear()
+        dist.all_reduce(losses)
+        losses /= self.world_size
+        for step, loss in enumerate(losses.tolist(), self.step - len(losses) + 1):
+            self.scalars(step, {"loss/train": loss})
+        self._loss_sum += losses.sum().item()
+        self._loss_count += len(losses)
+        self._log.write()
+        return losses[-1].item()
+
+    def end_epoch(self, metrics: Mapping[str, float], score: float) -> bool:
+        """Print and record metrics, keep the best model, and save. Every rank calls this.
+
+        Args:
+            metrics: of the whole test set, equal on all ranks.
+            score: best.safetensors has the weights of the epoch with the highest score.
+
+        Returns:
+            True if this is the best epoch so far.
+        """
+        self._average_losses()
+        best = self.best is None or score > self.best
+        self.metrics, self.best = dict(metrics), score if best else self.best
+        names = {name: "loss/test" if name == "loss" else f"test/{name}" for name in metrics}
+        self.scalars(self.step, {names[name]: value for name, value in metrics.items()})
+        shown = "  ".join(
+            f"{'test loss' if name == 'loss' else name} {value:.4g}"
+            for name, value in list(metrics.items())[:3]  # the line fits 80 columns
+        )
+        loss = self._loss_sum / max(1, self._loss_count)
+        self.print0(
+            f"epoch {self.epoch + 1}/{self._epochs}  loss {loss:.4g}  {shown}  "
+            f"{self._speed:,.0f} samples/s{'  best' * best}"
+        )
+        if best:
+            average = self.parts.get("ema")
+            model = self.parts["model"] if average is None else average.module
+            weights = {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
+            if self.rank == 0:
+                about = self.about | {"example": sys.argv[0], "args": self.flags}
+                checkpoint.save_weights(self.args.out / "best.safetensors", weights, about)
+        self.epoch, self.batch, self._loss_sum, self._loss_count = self.epoch + 1, 0, 0.0, 0
+        self.save()
+        return best
+
+    def finish(self, model: Any, **facts: Any) -> None:
+        """Check that all replicas are equal, and write result.json. Every rank calls this.
+
+        Args:
+            model: the trained model.
+            facts: further values for result.json.
+        """
+        parameters = check_replicas(model)
+        self._agreed_signal(now=True)
+        seconds = round(time.perf_counter() - self._began, 3)
+        result = {"args": self.flags, "argv": sys.argv, "world_size": self.world_size}
+        result |= {"epochs": self.epoch, "steps": self.step, "seconds": seconds, "best": self.best}
+        result |= {"metrics": self.metrics, "parameter_hash": parameters}
+        result |= {"device": self.device.type, "threads": torch.get_num_threads()}
+        self._log.close(result | facts)
+        self.print0(f"{self.step} steps in {seconds:.1f} s; {parameters[:12]}; {self.args.out}")
+
+    # -------------------------------------------------------------------------------------- stop
+
+    def _remember_signal(self, signum: int, _: FrameType | None) -> None:
+        self._signum = signum
+
+    def _agreed_signal(self, now: bool = False) -> int:
+        """Return a signal that any rank received, or 0: at the same step, the same on all ranks.
+
+        The ranks exchange a small message and read it one step later, so that none waits. If steps
+        are short, they do so every few steps.
+        """
+        clock = time.perf_counter()
+        wish = min(max(int(STOP_DELAY / max(clock - self._step_began, 1e-6)), 1), 100)
+        self._step_began = clock
+        signum = self._read_message()
+        if now or (not signum and self.step >= self._next_exchange):
+            self._message = torch.tensor([self._signum, wish], dtype=torch.int32)
+            self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, async_op=True)
+        return (signum or self._read_message()) if now else signum
+
+    def _read_message(self) -> int:
+        if self._work is None:
+            return 0
+        self._work.wait()
+        self._work = None
+        signum, interval = self._message.tolist()
+        self._next_exchange = self.step + interval
+        return signum
+
+    def _stop(self, signum: int) -> None:
+        path = self.save()
+        dist.barrier()  # rank 0 has written the checkpoint
+        raise Stopped(signum, f"saved {path}; continue with --resume auto")

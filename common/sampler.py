@@ -1,0 +1,29 @@
+"""A DistributedSampler for runs that resume in the middle of an epoch."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """A DistributedSampler that can skip samples and yields (epoch, index) pairs.
+
+    The epoch is part of the key because persistent loader workers keep the dataset that they got
+    in the first epoch. They never see `set_epoch`, yet random crops must differ between epochs.
+    """
+
+    _skipped = 0
+
+    def skip(self, samples: int) -> None:
+        """Begin the next iteration after this many of this rank's samples.
+
+        Later iterations begin at the first sample again.
+        """
+        self._skipped = samples
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield (epoch, index) for each sample of this rank."""
+        epoch, skipped, self._skipped = self.epoch, self._skipped, 0
+        return ((epoch, index) for index in islice(super().__iter__(), skipped, None))
