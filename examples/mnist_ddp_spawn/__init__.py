@@ -1,1 +1,1 @@
-"""Data-parallel training with every distributed step written out."""
+"""DistributedDataParallel on digits; every distributed step is in train.py."""

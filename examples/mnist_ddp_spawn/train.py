@@ -6,122 +6,109 @@
     python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
     python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
 
-With any number of processes, the training is the same up to rounding. `Run` is bookkeeping; it also
-communicates, to stop together, to save, and to average the losses.
+Any number of processes trains the same model, up to rounding. `Run` is bookkeeping: it resumes,
+saves and logs, and never calls the model, the loss or the optimizer.
 """
 
-import runpy
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from sklearn.metrics import precision_recall_fscore_support, roc_auc_score
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, DistributedSampler
 
-from common.data.idx import image_data
-from common.data.models import DigitNet
-from common.launch.device import choose_device
-from common.launch.place import Place
-from common.launch.record import record
-from common.launch.rendezvous import JOB
-from common.launch.spawn import wait_for
-from common.train.ddp import warm_up_buckets
-from common.train.evaluate import evaluate
-from common.train.run import Run
-from examples.mnist_ddp_spawn.args import Args
+from common.data import DigitNet, image_data
+from common.ddp import warm_up_buckets
+from common.evaluate import Evaluation, evaluate, write_predictions
+from common.launch import place
+from common.rank import choose_device, local_batch_size, record
+from common.rendezvous import wait_for_ranks
+from common.run import Run
 
-PADDING = -100  # a label that cross_entropy ignores
+from .args import Args
 
 
-def main(place: Place, args: Args) -> None:
-    """Spawn this node's processes, unless a launcher has started them or there is only one."""
-    if place.launched:
-        main_worker(place.local_rank, place, args)
-        return
-    # mp.spawn would import torch anew in each process; these are forked from one in which
-    # `start` (common/launch/args.py) has had it imported.
-    context = mp.start_processes(
-        main_worker, (place, args), place.local_world_size, join=False, start_method="forkserver"
+def main(args: Args) -> None:
+    """Start the processes of this machine, unless torchrun or srun started them."""
+    # mp.spawn would import torch again in each process. These are forked from a server that has
+    # imported it (`start` in common/launch.py). The index of the process is the first argument.
+    mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
+
+
+@record  # like torch's `record`: one line per error and job, and an exit code that says why
+def main_worker(local_rank: int, args: Args) -> None:
+    """Train in one process of the job."""
+    here = place(args, local_rank)  # rank = node * processes per node + local rank
+    device, backend = choose_device(args, here)  # cuda and NCCL, or cpu and gloo
+    dist.init_process_group(
+        backend,
+        store=wait_for_ranks(here, args.timeout),  # like env://, but names missing ranks
+        rank=here.rank,
+        world_size=here.world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if "nccl" in backend else None,  # NCCL connects now, not in step 1
     )
-    wait_for(context)
+    rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+    torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
+    data = image_data(args.dataset, args.data_dir)  # one process per node downloads
+    # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. drop_last leaves out what
+    # does not fill a global batch, so that all ranks have equally many samples in every step.
+    sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
+    loader = DataLoader(
+        data.train,
+        batch_size=local_batch_size(args.batch_size, world_size),  # of this process
+        sampler=sampler,  # which shuffles
+        drop_last=True,
+        num_workers=args.workers,
+        pin_memory=cuda,  # copies to the device do not block
+    )
+    test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
+    model = DDP(
+        DigitNet(data.size, data.classes).to(device),
+        device_ids=[device] if cuda else None,
+        gradient_as_bucket_view=True,  # saves a copy of the gradients
+    )
+    optimizer = SGD(model.parameters(), args.lr, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
+    steps = args.epochs * len(loader)
+    scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
+    run = Run(  # continues with --resume
+        args, device, data, about=data.about, model=model, optimizer=optimizer, scheduler=scheduler
+    )
+    warm_up_buckets(model)  # a resumed run on 3 or more ranks then has the same bits
 
-
-@record  # one line per error and job, a clean stop on SIGTERM; torch's own `record` works, too
-def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """One process of the job: rank = node * processes per node + local rank."""
-    place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
-    device, backend = choose_device(args.launch, local_rank)  # "cpu:gloo,cuda:nccl", or "gloo"
-    # JOB works like env://, and names the ranks that do not come.
-    bound = device if device.type == "cuda" else None  # nccl connects now, not in the first step
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience, device_id=bound)
-    train(args, device)
+    for epoch in run.epochs(args.epochs):
+        sampler.set_epoch(epoch)  # without this, every epoch has the same order
+        for images, labels in run.steps(loader):  # [B / W, 1, S, S], [B / W]
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            with run.autocast:
+                logits = model(images).float()  # [B / W, C]
+            # The mean of the ranks' means is the mean of the global batch.
+            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+            loss.backward()  # DDP averages the gradients over the ranks, bucket by bucket
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+        # Each rank evaluates its part; all_gather restores the order of the data set.
+        evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
+        metrics = evaluation.metrics | report(evaluation)
+        if run.end_epoch(metrics, score=metrics["accuracy"]):  # True if it is the best so far
+            write_predictions(args.out / "predictions.csv", data.class_names, evaluation)
+    run.finish(model)
     dist.destroy_process_group()
 
 
-def train(args: Args, device: torch.device) -> None:
-    """Train and evaluate; every rank runs this with its own share of the data."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed + rank)  # any dropout differs; DDP sends rank 0's parameters to all
-    # local rank 0 downloads; the others wait
-    data = image_data(args.dataset, args.data_dir, args.most_samples)
-    with Run(args, device, data, **args.options) as run:
-        sampler = DistributedSampler(data.train, seed=args.seed)  # rank r: r, r + W, r + 2W, ...
-        loader = DataLoader(
-            data.train,
-            args.batch_size // world_size,
-            sampler=sampler,
-            num_workers=args.workers,
-            collate_fn=list,  # data.train returns batches at once
-            pin_memory=device.type == "cuda",
-        )
-        model = DDP(
-            run.prepare(DigitNet(data.size, data.classes)),  # moved to the device
-            device_ids=[device] if device.type == "cuda" else None,
-            find_unused_parameters=args.find_unused_parameters,
-            gradient_as_bucket_view=True,  # saves a copy of the gradients
-        )
-        optimizer = SGD(
-            model.parameters(),
-            args.lr,
-            args.momentum,
-            weight_decay=args.weight_decay,
-            nesterov=args.momentum > 0,
-            fused=device.type == "cuda" and not run.scaler.is_enabled(),  # in fp16 it can diverge
-        )
-        steps = args.num_epochs * len(loader)
-        scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
-        run.resume(model=model, optimizer=optimizer, scheduler=scheduler)  # with --resume
-        warm_up_buckets(model)  # a resumed run then has the same bits with 3 ranks, too
-
-        for epoch in run.epochs(args.num_epochs):
-            sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            for pixels, labels in run.steps(loader):  # [B, 1, H, W] bytes, [B]
-                # DDP needs all ranks in every step: the sampler pads the epoch's last batch.
-                batch_samples, local_samples = run.batch_share()
-                labels[local_samples:] = PADDING
-                pixels, labels = (x.to(device, non_blocking=True) for x in (pixels, labels))
-                with run.autocast():
-                    logits = model(data.normalise(pixels)).float()  # [B, classes]
-                loss_sum = F.cross_entropy(
-                    logits, labels, reduction="sum", label_smoothing=args.label_smoothing
-                )
-                # DDP averages over the ranks: mean of (loss_sum * W / B) = mean over the batch.
-                loss = loss_sum * world_size / batch_samples
-                optimizer.zero_grad()
-                run.scaler.scale(loss).backward()  # DDP all-reduces full buckets meanwhile
-                run.scaler.step(optimizer)
-                run.scaler.update()
-                scheduler.step()
-                run.log(loss)  # kept on the device; one all_reduce per epoch averages them
-            # Each rank evaluates its shard; all_gather puts the predictions back in order.
-            test_loader = data.eval_loader(args.test_batch_size)
-            evaluation = evaluate(model.module, test_loader, data.classes, run.autocast)
-            run.end_epoch(evaluation)  # rank 0 writes the checkpoint and the files
-        run.finish()
-
-
-if __name__ == "__main__":  # the same as python -m examples.mnist_ddp_spawn
-    runpy.run_module("examples.mnist_ddp_spawn", run_name="__main__")
+def report(evaluation: Evaluation) -> dict[str, float]:
+    """Return macro precision, recall and F1, and one-vs-rest AUC."""
+    targets, predictions = evaluation.targets.numpy(), evaluation.predictions.numpy()
+    macro = precision_recall_fscore_support(targets, predictions, average="macro", zero_division=0)
+    metrics = dict(zip(("precision", "recall", "f1"), map(float, macro[:3]), strict=True))
+    if len(set(targets)) == evaluation.scores.shape[1]:
+        metrics["auc"] = float(roc_auc_score(targets, evaluation.scores.numpy(), multi_class="ovr"))
+    return metrics

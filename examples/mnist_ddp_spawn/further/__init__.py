@@ -1,0 +1,1 @@
+"""Programs beside mnist_ddp_spawn; train.py does not need them."""
