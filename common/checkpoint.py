@@ -187,8 +187,10 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
         raise UserError(f"{path} was trained for the classes {theirs}; the data has {ours}")
+    model = unwrapped(model)
+    extra = {n: value for n, value in model.state_dict().items() if not isinstance(value, Tensor)}
     try:
-        unwrapped(model).load_state_dict(weights)
+        model.load_state_dict(extra | weights)  # a file of weights has no extra state of modules
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise UserError(f"{path} does not fit the model: {reason}") from None
@@ -227,7 +229,7 @@ def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) 
 def random_state() -> dict[str, Any]:
     """Return the state of this process's random generators, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    state = {"torch": torch.get_rng_state(), "python": list(random.getstate()[1])}
+    state = {"torch": torch.get_rng_state(), "python": [*random.getstate()[1:]]}
     state["numpy"] = [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 
@@ -236,7 +238,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     """Set this process's random generators to a state that `random_state` returned."""
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    random.setstate((3, tuple(state["python"]), None))
+    random.setstate((3, *state["python"]))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -19,12 +19,15 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     happens before the first step of both. The forward of the model is not called: the gradient of
     each parameter comes from its sum. Parameters, buffers and random generators do not change.
 
-    Models for which this cannot work are left alone: those with sparse gradients or a static graph.
-    On 3 or more ranks they resume with different last bits.
+    Models for which this cannot work are left alone: those with sparse gradients, a static graph,
+    or hooks on parameters, which would run. On 3 or more ranks they resume with different last
+    bits.
     """
     module = ddp.module
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    if ddp.static_graph or any(embedding.sparse for embedding in embeddings):
+    sparse = any(embedding.sparse for embedding in embeddings)
+    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
+    if ddp.static_graph or sparse or hooked:
         return
     ddp.module = _SumOfParameters(module)
     try:
@@ -45,7 +48,8 @@ class _SumOfParameters(nn.Module):
     def forward(self, _: Tensor) -> Tensor:
         """Return the sum of all parameters."""
         real = (torch.view_as_real(p) if p.is_complex() else p for p in self.trained)
-        return cast("Tensor", sum(p.sum() for p in real))
+        device = self.trained[0].device  # a model can be spread over several devices
+        return cast("Tensor", sum(p.sum().to(device) for p in real))
 
 
 def unwrapped(model: Any) -> Any:
@@ -90,7 +94,10 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
         data = buffer.contiguous()  # a copy if the buffer is a view with gaps
         dist.broadcast(data, group=group, group_src=0)
         if data is not buffer and dist.get_rank(group) != 0:
-            buffer.copy_(data)
+            if 0 in buffer.stride():  # expanded: its elements share memory
+                buffer.set_(data)
+            else:
+                buffer.copy_(data)
 
 
 @torch.no_grad()

@@ -72,7 +72,7 @@ class ImageFolder(datasets.ImageFolder):
             if name not in class_to_idx:
                 known = ", ".join([*list(class_to_idx)[:5], "..."])
                 raise UserError(f"{readable(folder)} is not a class of the training set ({known})")
-            if not (paths := _list_images(folder, reached)):
+            if not (paths := list_images(folder, reached)):
                 kinds = " ".join(IMG_EXTENSIONS)
                 raise UserError(f"{readable(folder)} has no images ({kinds}); remove the folder")
             samples += [(path, class_to_idx[name]) for path in paths]
@@ -127,7 +127,7 @@ def readable(path: str | Path) -> str:
 def _class_folders(root: str | Path) -> dict[str, str]:
     """Return the class folders by name, sorted. macOS writes some names in decomposed Unicode."""
     folders: dict[str, str] = {}
-    for entry in os.scandir(root):
+    for entry in list(os.scandir(root)):
         if entry.is_dir() and not entry.name.startswith(HIDDEN):
             name = unicodedata.normalize("NFC", readable(entry.name))
             if name in folders:
@@ -138,7 +138,7 @@ def _class_folders(root: str | Path) -> dict[str, str]:
     return dict(sorted(folders.items()))
 
 
-def _list_images(folder: str, reached: dict[str, str]) -> list[str]:
+def list_images(folder: str, reached: dict[str, str]) -> list[str]:
     """Return the images below a folder, also through links, but none of them twice.
 
     `reached` maps the real paths of folders and linked files to the paths that led there.
@@ -148,7 +148,7 @@ def _list_images(folder: str, reached: dict[str, str]) -> list[str]:
         if entry.name.startswith(HIDDEN):
             continue
         if entry.is_dir():
-            images += _list_images(entry.path, reached)
+            images += list_images(entry.path, reached)
         elif entry.name.lower().endswith(IMG_EXTENSIONS):
             if entry.is_symlink() or f"{real_folder}/{entry.name}" in reached:
                 _reach(entry.path, reached)

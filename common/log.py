@@ -56,7 +56,8 @@ class Log:
         (self.out / "metrics.jsonl").write_text(text)
         from torch.utils.tensorboard import SummaryWriter  # takes a second, on rank 0 only
 
-        self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=step or None)
+        purge = step + 1 if step else None  # the events from this step on come again
+        self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=purge)
 
     def _move_earlier_run(self) -> None:
         """Move the files of an earlier run, whose checkpoints would be taken for those of this."""

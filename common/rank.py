@@ -42,7 +42,7 @@ from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserErro
 
 # Words of gloo and NCCL after another process exited or was silent for --timeout.
 LOST_WORDS = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out"),
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out", "imeout"),
     "wait timeout after",  # for an address in the store, before the ranks are connected
     *("Failed to recv", "remote process exited", "communicator was aborted"),
 )
@@ -209,7 +209,7 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
     if isinstance(error, TimeoutError):
         return f"error: {error}", LOST
     rank, store = os.environ.get("RANK", "?"), rendezvous.joined
-    if "imed out" in str(error) and store is not None:
+    if any(words in str(error) for words in ("imed out", "imeout")) and store is not None:
         seconds = hang.after_timeout(reports, error, store)
         return f"error: rank {rank}: the other ranks do not respond\n{seconds}", LOST
     if any(words in str(error) for words in LOST_WORDS):

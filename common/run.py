@@ -91,7 +91,7 @@ class Run:
     def _lock_folder(self) -> None:
         if self.rank == 0:
             self.args.out.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.args.out / "lock").open("w")
+            self._lock = (self.args.out / "lock").open("a")  # not "w": it may be another run's
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -139,6 +139,7 @@ class Run:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, (step, platform.node(), os.getpid()))
         if self.rank == 0:  # tools/hang.py sends its signal to these processes
+            self._lock.truncate(0)
             self._lock.write("".join(f"{host} {pid}\n" for _, host, pid in found))
             self._lock.flush()
         if len({step for step, _, _ in found}) > 1:
