@@ -1,1 +1,1 @@
-"""What DistributedDataParallel does, by hand: rings, buckets, shared memory."""
+"""Synchronous SGD with an all-reduce written by hand."""

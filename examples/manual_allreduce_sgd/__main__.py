@@ -1,7 +1,8 @@
-"""`python -m examples.manual_allreduce_sgd`: flags are checked before torch is imported."""
+"""`python -m examples.manual_allreduce_sgd`: the flags are read before torch is imported."""
 
-from common.launch.args import start
-from examples.manual_allreduce_sgd.args import Args
+from common.launch import start
+
+from .args import Args
 
 if __name__ == "__main__":
-    start(Args, "examples.manual_allreduce_sgd.train:main")
+    start(Args, f"{__package__}.train")

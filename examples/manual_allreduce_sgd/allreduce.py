@@ -1,144 +1,109 @@
-"""All-reduce by hand: each algorithm leaves the sum over all ranks in a tensor, on every rank.
+"""Other ways to sum over the ranks, and what they cost.
 
-For W ranks and a tensor of S bytes:
+    python -m examples.manual_allreduce_sgd.allreduce --nproc 2
 
-| algorithm | bytes that a rank sends | messages, one after the other | when |
+| W ranks, a tensor of S bytes | bytes sent by the busiest rank | messages in a row | good for |
 |---|---|---|---|
-| `ring` | 2 (W - 1) / W * S, the minimum | 2 (W - 1) | large tensors |
-| `recursive_doubling` | log2(W) * S | log2(W); 2 more if W is not a power of 2 | small tensors |
-| `FastRing` in fast_ring.py | as `ring` | as `ring`, in pieces that overlap | large tensors, CPU |
-| `SharedMemory` in shared_memory.py | 0 within a node | 2 barriers | ranks of one node |
+| `reduce_broadcast` | (W - 1) S | 2 (W - 1) | nothing: rank 0 is the bottleneck |
+| `recursive_doubling` | log2(W) S | log2(W), 2 more unless W is a power of 2 | small tensors |
+| `ring_all_reduce` in train.py | 2 (W - 1) / W S | 2 (W - 1) | large tensors |
 
-Each rank derives its peers and its chunks from its rank; there is no coordinator. After each
-algorithm all ranks hold the same bits. Different algorithms add in different orders: their sums of
-floating-point numbers agree up to rounding.
+Each leaves the same bits on all ranks. They add in different orders, so that their sums of floats
+are equal up to rounding.
 """
 
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import tyro
+from torch import Tensor, nn
 
-from common.launch.messages import message_device
-
-Algorithm = Callable[[Tensor], int]
-"""Sums a contiguous tensor [n] over the ranks in place, and returns the bytes this rank sent."""
-
-
-def ring(tensor: Tensor, group: dist.ProcessGroup | None = None) -> int:
-    """Sum a tensor over the ranks in place; each rank talks to its two neighbours only.
-
-    The tensor is cut into W chunks. Reduce-scatter, W - 1 steps: each rank sends a chunk to its
-    right and adds the chunk that arrives from its left to its own; then rank r holds the complete
-    sum of chunk r + 1. All-gather, W - 1 steps: the complete chunks travel round the ring.
-
-    Every rank of the group calls this.
-
-    Source: Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms for clusters of
-    workstations (https://doi.org/10.1016/j.jpdc.2008.09.002).
-
-    Args:
-        tensor: contiguous, [n], any n; on a CUDA device with nccl only (see `message_device`).
-        group: the ranks; by default all.
-
-    Returns:
-        The bytes this rank sent.
-
-    Raises:
-        RuntimeError: a neighbour died, or was silent for longer than the timeout of the group.
-    """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    chunks = tensor.tensor_split(world_size)  # views of n / W elements, rounded up or down
-    buffer, sent = torch.empty_like(chunks[0]), 0  # chunk 0 is one of the longest
-    for step in range(world_size - 1):  # reduce-scatter: partial sums travel to the right
-        outgoing, mine = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
-        incoming = buffer[: len(mine)]
-        sent += exchange(outgoing, right, incoming, left, group)
-        mine += incoming
-    for step in range(world_size - 1):  # all-gather: complete sums travel to the right
-        outgoing, into = chunks[(rank + 1 - step) % world_size], chunks[(rank - step) % world_size]
-        sent += exchange(outgoing, right, into, left, group)
-    return sent
+from .run import launch
+from .train import ring_all_reduce
 
 
-def recursive_doubling(tensor: Tensor, group: dist.ProcessGroup | None = None) -> int:
-    """Sum a tensor over the ranks in place, by exchanges with partners at distance 1, 2, 4, ...
-
-    After each exchange, twice as many ranks hold the same partial sum. The ranks beyond the largest
-    power of two first hand their tensor to a partner, and get the result from it at the end.
-
-    Every rank of the group calls this. With nccl, another collective must have come before it:
-    messages between some ranks only cannot be the first call of a group.
-
-    Source: Thakur, Rabenseifner and Gropp, 2005, Optimization of collective communication
-    operations in MPICH (https://doi.org/10.1177/1094342005051521), section 4.5.
-
-    Args:
-        tensor: contiguous, [n], any n.
-        group: the ranks; by default all.
-
-    Returns:
-        The bytes this rank sent.
-
-    Raises:
-        RuntimeError: as `ring`.
-    """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    power = 1 << (world_size.bit_length() - 1)  # the largest power of two
-    if rank >= power:
-        dist.send(tensor, group=group, group_dst=rank - power)
-        dist.recv(tensor, group=group, group_src=rank - power)
-        return tensor.nbytes
-    buffer, sent = torch.empty_like(tensor), 0
-    if rank + power < world_size:
-        dist.recv(buffer, group=group, group_src=rank + power)
+def reduce_broadcast(tensor: Tensor) -> None:
+    """Sum a tensor [n] over the ranks on rank 0, and send the sum back. Every rank calls this."""
+    if dist.get_rank() > 0:
+        dist.send(tensor, dst=0)
+        dist.recv(tensor, src=0)
+        return
+    buffer = torch.empty_like(tensor)
+    for peer in range(1, dist.get_world_size()):
+        dist.recv(buffer, src=peer)
         tensor += buffer
-    distance = 1
-    while distance < power:
-        sent += exchange(tensor, rank ^ distance, buffer, rank ^ distance, group)
-        tensor += buffer  # a + b here, b + a there: the same bits
-        distance *= 2
+    for peer in range(1, dist.get_world_size()):
+        dist.send(tensor, dst=peer)
+
+
+def recursive_doubling(tensor: Tensor) -> None:
+    """Sum a tensor [n] over the ranks: exchange it with ranks at distance 1, 2, 4, ...
+
+    After each exchange, twice as many ranks have the same partial sum. Ranks beyond the largest
+    power of 2 give their tensor to a partner first, and get the result from it at the end. Every
+    rank calls this. (Thakur et al., 2005, https://doi.org/10.1177/1094342005051521, section 4.5)
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    power = 1 << (world_size.bit_length() - 1)  # the largest power of 2 up to W
+    buffer = torch.empty_like(tensor)
+    if rank >= power:
+        dist.send(tensor, dst=rank - power)
+        dist.recv(tensor, src=rank - power)
+        return
     if rank + power < world_size:
-        dist.send(tensor, group=group, group_dst=rank + power)
-        sent += tensor.nbytes
-    return sent
+        dist.recv(buffer, src=rank + power)
+        tensor += buffer
+    for distance in (1 << bit for bit in range(power.bit_length() - 1)):
+        receive = dist.P2POp(dist.irecv, buffer, rank ^ distance)
+        send = dist.P2POp(dist.isend, tensor, rank ^ distance)
+        for work in dist.batch_isend_irecv([receive, send]):
+            work.wait()
+        tensor += buffer  # a + b on one rank, b + a on the other: the same bits
+    if rank + power < world_size:
+        dist.send(tensor, dst=rank + power)
 
 
-def exchange(
-    outgoing: Tensor, to: int, incoming: Tensor, source: int, group: dist.ProcessGroup | None
-) -> int:
-    """Send one tensor and receive another at the same time; returns the bytes sent.
+def average_each_gradient(model: nn.Module) -> None:
+    """Replace each gradient by its mean, with a message for each: the loop of most tutorials.
 
-    Send and receive are posted together: if two ranks both sent first, each would wait until the
-    other receives, forever. `to` and `source` are ranks within the group.
+    Many short messages are slower than the long one of `average_gradients` in train.py. Every rank
+    calls this, after backward.
     """
-    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=to)
-    receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=source)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-    return outgoing.nbytes
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, dist.ReduceOp.SUM)
+            parameter.grad /= dist.get_world_size()
 
 
-def backend(tensor: Tensor, group: dist.ProcessGroup | None = None) -> int:
-    """Torch's own all-reduce, which the others are compared with; nothing is sent by hand."""
-    dist.all_reduce(tensor, group=group)
-    return 0
+def milliseconds(function: Callable[..., object], *args: object) -> float:
+    """Return the median time of a call. Every rank calls this."""
+    times = []
+    for _ in range(6):
+        dist.barrier()
+        began = time.perf_counter()
+        function(*args)
+        times.append(time.perf_counter() - began)
+    return 1000 * statistics.median(times[1:])  # the first call is slower: it allocates memory
 
 
-@torch.no_grad()
-def all_reduce(tensor: Tensor, algorithm: Algorithm = ring) -> int:
-    """Sum a tensor of any shape and layout over the ranks in place. Every rank calls this.
+def compare() -> None:
+    """Print the time that each algorithm takes. Every rank calls this."""
+    lines = ["milliseconds          1 KB    1 MB   16 MB"]
+    for algorithm in (dist.all_reduce, ring_all_reduce, recursive_doubling, reduce_broadcast):
+        tensors = [torch.zeros(1 << bits) for bits in (8, 18, 22)]  # 4 bytes per element
+        times = [f"{milliseconds(algorithm, tensor):7.2f}" for tensor in tensors]
+        lines.append(f"{algorithm.__name__:18} {' '.join(times)}")
+    if dist.get_rank() == 0:
+        print("\n".join(lines))
 
-    Messages are ranges of memory that the backend can read: a tensor that is not contiguous, or on
-    a CUDA device under gloo, is copied, and copied back.
 
-    Returns:
-        The bytes this rank sent.
-    """
-    flat = tensor.contiguous().view(-1).to(message_device(tensor.device))
-    sent = algorithm(flat)
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
-    return sent
+def main(nproc: int = 2) -> None:
+    """Compare the algorithms with `dist.all_reduce`."""
+    launch(compare, nproc)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

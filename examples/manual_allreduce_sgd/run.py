@@ -1,81 +1,57 @@
-"""Fork processes, join them into a group, run, wait for them: the smallest distributed program.
+"""The smallest distributed program: fork processes, join them into a group, run, wait.
 
-    python -m examples.manual_allreduce_sgd.run                # 2 processes
-    python -m examples.manual_allreduce_sgd.run --nproc 4
+    python -m examples.manual_allreduce_sgd.run
 
-All other programs of this project start processes through `common.launch`, which also passes
-signals on, names the process that failed, and works across nodes.
+tour.py, allreduce.py and the programs in further/ start their ranks with `launch`. `common.launch`,
+which train.py uses, also works with torchrun, several nodes and GPUs.
 """
 
-import multiprocessing
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from common.launch.args import parse
-from common.launch.flags import at_least
+import torch.multiprocessing as mp
 
 
-@dataclass(frozen=True)
-class Args:
-    """Processes, and how long they wait for each other."""
-
-    nproc: int = 2
-    """Processes to start."""
-    timeout: float = 60.0
-    """Longest wait for another process, in seconds."""
-
-    def __post_init__(self) -> None:
-        at_least(1, nproc=self.nproc)
-        at_least(1, timeout=self.timeout)
+def run() -> None:
+    """Add the ranks of all processes. Every rank calls this."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    total = torch.tensor(rank)
+    dist.all_reduce(total, dist.ReduceOp.SUM)
+    print(f"rank {rank} of {world_size}: the sum of all ranks is {total}", flush=True)
 
 
-def run(rank: int, world_size: int) -> None:
-    """What the processes do together: they add their ranks."""
-    value = torch.tensor([float(rank)])
-    dist.all_reduce(value, dist.ReduceOp.SUM)
-    assert value.item() == sum(range(world_size))
-    # One write per line: lines of several processes do not mix.
-    line = f"rank {rank} of {world_size}: the sum of all ranks is {value.item():g}\n"
-    os.write(1, line.encode())
-
-
-def init_process(rank: int, args: Args, file: str) -> None:
-    """One process: join the group, run, leave the group."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: listen on loopback only
-    # All are on one machine and can meet at a file: a port could be taken, or reached by others.
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{file}",
-        rank=rank,
-        world_size=args.nproc,
-        timeout=timedelta(seconds=args.timeout),
-    )
-    run(rank, args.nproc)
+def init_process(rank: int, world_size: int, file: str, function: Any, *args: Any) -> None:
+    """Join the process group as one of its ranks, call a function, and leave the group."""
+    torch.set_num_threads(1)  # by default, each process would start a thread per core
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    method = f"file://{file}"  # a port could be taken, or reached by other machines
+    dist.init_process_group("gloo", method, world_size=world_size, rank=rank)
+    function(*args)
     dist.destroy_process_group()
 
 
-def main(args: Args) -> int:
-    """Start the processes and wait for them; returns 1 if one failed, else 0."""
-    # fork is fast, and safe as long as torch has started neither threads nor CUDA.
-    context = multiprocessing.get_context("fork")
+def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
+    """Call `function(*args)` on each rank, and wait until all have returned.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    context, processes = mp.get_context("fork"), []
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/rendezvous"
-        processes = [
-            context.Process(target=init_process, args=(rank, args, file))
-            for rank in range(args.nproc)
-        ]
-        for process in processes:
-            process.start()
+        for rank in range(world_size):
+            arguments = (rank, world_size, f"{folder}/file", function, *args)
+            processes.append(context.Process(target=init_process, args=arguments))
+            processes[-1].start()
         for process in processes:
             process.join()
-    return max(int(process.exitcode != 0) for process in processes)
+    if any(process.exitcode for process in processes):
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(parse(Args, description=__doc__)))
+    launch(run, 2)

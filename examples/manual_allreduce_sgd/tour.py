@@ -1,142 +1,165 @@
-"""Show what each rank holds before and after each call of torch.distributed, and check it.
+"""What each rank has before and after each call of torch.distributed.
 
-    python -m examples.manual_allreduce_sgd.tour                              # all, 4 processes
-    python -m examples.manual_allreduce_sgd.tour --nproc 2 broadcast scatter  # some topics
-    torchrun --nproc-per-node 2 -m examples.manual_allreduce_sgd.tour         # started by torchrun
-
-Topics: see topics.py. The last, `support`, shows which calls the backends of this machine accept,
-by trying them.
+python -m examples.manual_allreduce_sgd.tour  # with 4 processes
+python -m examples.manual_allreduce_sgd.tour --nproc 2
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch import Tensor
-from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from common.launch.args import start
-from common.launch.collectives import print0
-from common.launch.device import choose_device
-from common.launch.errors import UserError
-from common.launch.flags import Launch
-from common.launch.place import Place
-from common.launch.record import record
-from common.launch.rendezvous import JOB
-from common.launch.spawn import launch
-from examples.manual_allreduce_sgd.table import Tour
-from examples.manual_allreduce_sgd.topics import TOPICS
+from .run import launch
 
 
-@dataclass(frozen=True)
-class Args:
-    """The topics, and the processes that show them."""
-
-    topics: Annotated[tuple[str, ...], Positional, arg(metavar="TOPIC ...")] = ()
-    """What to show: send-recv, broadcast, ... (default: all topics)."""
-    launch: OmitArgPrefixes[Launch] = Launch(nproc=4)
-
-    def __post_init__(self) -> None:
-        for name in self.topics:
-            if name not in (*TOPICS, "support"):
-                raise UserError(
-                    f"{name} is not a topic; there are {', '.join((*TOPICS, 'support'))}"
-                )
+def numbers(*values: float) -> Tensor:
+    """Return a float tensor [len(values)]."""
+    return torch.tensor(values, dtype=torch.float32)
 
 
-Call = tuple[Callable[..., object], *tuple[Any, ...]]
+def text(value: object) -> str:
+    """Return tensors, and lists of tensors, as numbers."""
+    if isinstance(value, Tensor):
+        return f"[{', '.join(f'{number:g}' for number in value.tolist())}]"
+    return f"[{', '.join(map(text, value))}]" if isinstance(value, list) else str(value)
 
 
-def calls(device: torch.device) -> dict[str, Call]:
-    """A call for each line of the table: its function and arguments.
+def show(call: str, before: str, after: object) -> None:
+    """Print what all ranks had before a call and have after it. Every rank calls this."""
+    rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((before, text(after)), rows)
+    if rows is not None:
+        width = max(len(row[0]) for row in [("before",), *rows])
+        table = [f"  {rank:>4}  {row[0]:{width}}  {row[1]}" for rank, row in enumerate(rows)]
+        print("\n".join(["", call, f"  rank  {'before':{width}}  after", *table]), flush=True)
 
-    What one rank refuses, all ranks refuse: none waits for the others.
-    """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
 
-    def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.ones(*shape, dtype=dtype, device=device)
+def send_and_receive(rank: int, world_size: int) -> None:
+    """Send a tensor from one rank to another one."""
+    value = numbers(100 if rank == 0 else -1)
+    before = text(value)
+    if rank > 0:  # if rank 0 also received first, all ranks would wait forever
+        dist.recv(value, src=rank - 1)
+        value += 1
+    if rank < world_size - 1:
+        dist.send(value, dst=rank + 1)
+    show("recv from the left, add 1, send to the right; both calls block", before, value)
 
-    pairs = [ones(2) for _ in range(world_size)]
-    given = pairs if rank == 0 else None
-    lengths = [peer + 1 for peer in range(world_size)]
-    rows = [ones(2 + peer % 2) for peer in range(world_size)]
-    column = ones(2, 2)[:, 0]  # [2], not contiguous
-    found: dict[str, Call] = {
-        f"all_reduce {name}": (dist.all_reduce, ones(2), getattr(dist.ReduceOp, name))
-        for name in ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
-    }
-    found |= {
-        "all_reduce BAND of float32": (dist.all_reduce, ones(2), dist.ReduceOp.BAND),
-        "all_reduce of bfloat16": (dist.all_reduce, ones(2, dtype=torch.bfloat16)),
-        "broadcast": (dist.broadcast, ones(2), 0),
-        "reduce": (dist.reduce, ones(2), 0),
-        "scatter": (dist.scatter, ones(2), given),
-        "gather": (dist.gather, ones(2), given),
-        "all_gather": (dist.all_gather, pairs, ones(2)),
-        "reduce_scatter": (dist.reduce_scatter, ones(2), pairs),
-        "all_to_all": (dist.all_to_all, pairs, [ones(2) for _ in range(world_size)]),
-        "all_to_all of unequal parts": (
-            dist.all_to_all_single,
-            ones(world_size * (rank + 1)),
-            ones(sum(lengths)),
-            [rank + 1] * world_size,
-            lengths,
+    value = numbers(7 if rank == 0 else -1)
+    before = text(value)
+    if rank < 2:
+        work = dist.isend(value, dst=1) if rank == 0 else dist.irecv(value, src=0)
+        print(f"rank {rank} started {'sending' if rank == 0 else 'receiving'}", flush=True)
+        assert work is not None
+        work.wait()  # until it returns, do not touch the tensor
+    show("isend from rank 0, irecv on rank 1, wait", before, value)
+
+
+def one_to_all(rank: int, world_size: int) -> None:
+    """Send from rank 0 to all ranks: the same tensor, or one of a list to each rank."""
+    value = numbers(rank, 10 * rank)
+    before = text(value)
+    dist.broadcast(value, src=0)
+    show("broadcast(src=0)", before, value)
+
+    parts = [numbers(10 * peer) for peer in range(world_size)] if rank == 0 else None
+    received = numbers(-1)
+    dist.scatter(received, parts, src=0)  # only the source passes a list
+    show("scatter(src=0)", text(parts), received)
+
+
+def collect(rank: int, world_size: int) -> None:
+    """Collect what all ranks have, in the order of the ranks, on rank 0 or on all ranks."""
+    # Tensors are received into memory that exists: one for each rank of the world, not of a node.
+    blanks = [numbers(-1) for _ in range(world_size)]
+    dist.all_gather(blanks, numbers(10 * rank))
+    show("all_gather", text(numbers(10 * rank)), blanks)
+    collected = [numbers(-1) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(numbers(10 * rank), collected, dst=0)  # only the destination passes a list
+    show("gather(dst=0)", text(numbers(10 * rank)), collected)
+
+    # Objects are pickled: for small ones, among trusted processes.
+    objects: list[Any] = [None] * world_size
+    dist.all_gather_object(objects, {"rank": rank})
+    show("all_gather_object", str({"rank": rank}), objects)
+    objects_of_all: list[Any] | None = [None] * world_size if rank == 0 else None
+    dist.gather_object({"rank": rank}, objects_of_all, dst=0)
+    show("gather_object(dst=0)", str({"rank": rank}), objects_of_all)
+
+
+def reductions(rank: int, world_size: int) -> None:
+    """Reduce tensors in place, on rank 0 or on all ranks."""
+    value = numbers(rank + 2)
+    before = text(value)
+    dist.reduce(value, dst=0)
+    show("reduce(dst=0, SUM): other ranks are left with partial sums", before, value)
+    for name in ("SUM", "PRODUCT", "MIN", "MAX", "AVG"):
+        value = numbers(rank + 2)
+        dist.all_reduce(value, getattr(dist.ReduceOp, name))
+        show(f"all_reduce({name})", before, value)
+
+    parts = [numbers(10 * peer + rank) for peer in range(world_size)]
+    received = numbers(-1)
+    dist.reduce_scatter(received, parts)  # the first half of a ring; all_gather is the second half
+    show("reduce_scatter(SUM)", text(parts), received)
+
+
+def groups(rank: int, world_size: int) -> None:
+    """Sum among the even ranks; wait for all ranks."""
+    members = list(range(0, world_size, 2))
+    group = dist.new_group(members)  # ALL ranks call this; only members use the group
+    value = numbers(rank + 1)
+    before = text(value)
+    if isinstance(group, dist.ProcessGroup):
+        dist.all_reduce(value, group=group)
+    show(f"all_reduce(SUM) in new_group({members})", before, value)
+
+    began = time.perf_counter()
+    time.sleep(0.1 * (world_size - rank))
+    before = f"arrived after {time.perf_counter() - began:.2f} s"
+    dist.barrier()
+    show("barrier", before, f"left after {time.perf_counter() - began:.2f} s")
+
+
+def refused(rank: int, world_size: int) -> None:
+    """Try calls that every rank refuses. If only one rank did, the others would wait for it."""
+    sizes = [torch.empty(1 + peer) for peer in range(world_size)]
+    column = torch.empty(2, 2)[:, 0]
+    new_group: Any = dist.new_group
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather of different sizes; pad to the longest": lambda: dist.all_gather(
+            sizes, sizes[rank]
         ),
-        "all_gather of unequal sizes": (dist.all_gather, rows, ones(2 + rank % 2)),
-        "broadcast of a tensor that is not contiguous": (dist.broadcast, column, 0),
+        "send of a tensor that is not contiguous; use tensor.contiguous()": lambda: dist.send(
+            column, dst=(rank + 1) % world_size
+        ),
+        "all_reduce of a CPU tensor with nccl; gloo is for CPU tensors": lambda: dist.all_reduce(
+            numbers(rank), group=new_group(backend="nccl")
+        ),
     }
-    if device.type == "cpu":  # nccl would accept it, and wait for a receiver
-        send = (dist.isend, column, (rank + 1) % world_size)
-        found["send of a tensor that is not contiguous"] = send
-    return found
+    for call, function in calls.items():
+        answer = "accepted"
+        try:
+            function()
+        except (RuntimeError, ValueError) as error:
+            answer = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        show(call, "", answer)
 
 
-def attempt(function: Callable[..., object], *arguments: object) -> str:
-    """Try a call: `yes`, or why it was refused."""
-    try:
-        function(*arguments)
-    except (RuntimeError, ValueError) as error:
-        return f"no: {str(error).splitlines()[0]}"
-    return "yes"
+def tour() -> None:
+    """Show everything. Every rank calls this."""
+    for topic in (send_and_receive, one_to_all, collect, reductions, groups, refused):
+        topic(dist.get_rank(), dist.get_world_size())
 
 
-def support(tour: Tour) -> None:
-    """Which calls the backends of this machine accept: each is tried. Every rank calls this."""
-    devices = {"gloo on the CPU": torch.device("cpu")}
-    if tour.device.type == "cuda":
-        devices[f"{tour.backend} on CUDA"] = tour.device
-    untried = "" if len(devices) > 1 else "; no CUDA device: nccl not tried"
-    print0(f"\nsupport, tried with torch {torch.__version__}{untried}")
-    for name, device in devices.items():
-        for call, (function, *arguments) in calls(device).items():
-            print0(f"  {name}: {call:45} {attempt(function, *arguments)}")
-
-
-def main(place: Place, args: Args) -> None:
-    """Run the tour in every process of this node."""
-    launch(main_worker, place, args)
-
-
-@record
-def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """One process of the tour."""
-    place.export(local_rank)
-    device, backend = choose_device(args.launch, local_rank)
-    if place.world_size < 2:
-        raise UserError("--nproc 1: the tour needs at least 2 processes")
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
-    topics = TOPICS | {"support": support}
-    chosen = args.topics or tuple(topics)
-    tour = Tour(device)
-    for name in chosen:
-        topics[name](tour)
-    ranks = dist.get_world_size()
-    print0(f"\nevery rank checked what it holds: {len(chosen)} topic(s), {ranks} ranks")
-    dist.destroy_process_group()
+def main(nproc: int = 4) -> None:
+    """Show what each rank of at least 2 has before and after each call of torch.distributed."""
+    launch(tour, nproc)
 
 
 if __name__ == "__main__":
-    start(Args, "examples.manual_allreduce_sgd.tour:main")
+    tyro.cli(main)

@@ -1,120 +1,119 @@
-"""manual_allreduce_sgd: train by synchronous SGD whose ranks average their gradients by hand.
+"""Synchronous SGD with an all-reduce written by hand: what DistributedDataParallel does for you.
 
-    python -m examples.manual_allreduce_sgd --nproc 2                             # a ring by hand
-    python -m examples.manual_allreduce_sgd --nproc 4 --algorithm shared-memory   # sends nothing
-    python -m examples.manual_allreduce_sgd --nproc 2 --algorithm bucketed        # during backward
-    python -m examples.manual_allreduce_sgd --nproc 2 --algorithm ddp             # torch's
-    python -m examples.manual_allreduce_sgd --nproc 2 --compress bf16             # half the bytes
-    python -m examples.manual_allreduce_sgd --nproc 2 --compress powersgd         # a few percent
-    python -m examples.manual_allreduce_sgd --nproc 2 --algorithm local-sgd       # every 8 steps
-    python -m examples.manual_allreduce_sgd --nproc 2 --shares 3,1                # a slower rank 1
-    torchrun --nproc-per-node 2 -m examples.manual_allreduce_sgd --algorithm ring
-    python -m examples.manual_allreduce_sgd --multiprocessing-distributed         # all GPUs
+    python -m examples.manual_allreduce_sgd --nproc 2
+    torchrun --nproc-per-node 2 -m examples.manual_allreduce_sgd --all-reduce torch
 
-With any number of processes, all algorithms that send whole gradients train the same up to
-rounding.
+Each rank computes the gradient of its part of the batch. The mean of these gradients is the
+gradient of the whole batch, so any number of ranks trains the same model, up to rounding.
 """
 
-import runpy
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import DataLoader, DistributedSampler
 
-from common.data.idx import image_data
-from common.data.models import DigitNet
-from common.launch.device import choose_device
-from common.launch.place import Place
-from common.launch.record import record
-from common.launch.rendezvous import JOB
-from common.launch.spawn import launch
-from common.train.evaluate import evaluate
-from common.train.run import Run
-from examples.manual_allreduce_sgd.args import Args
-from examples.manual_allreduce_sgd.gradients import chosen
-from examples.manual_allreduce_sgd.partition import partition_dataset
-from examples.manual_allreduce_sgd.shares import agreed_shares, division
+from common.data import DigitNet, image_data
+from common.evaluate import evaluate
+from common.rank import init_distributed, record
+from common.run import Run
+
+from .args import Args
 
 
-def main(place: Place, args: Args) -> None:
-    """Train in every process of this node."""
-    launch(main_worker, place, args)
+def ring_all_reduce(tensor: Tensor, piece: int = 1 << 21) -> None:
+    """Sum a tensor [n] over the ranks, in place. Every rank calls this."""
+    # Each piece has a ring of its own: one adds while the messages of the others are on their way.
+    for _ in zip_longest(*(ring(part) for part in tensor.split(piece))):
+        pass
 
 
-@record  # one line per error and job, a clean stop on SIGTERM; torch's own `record` works, too
-def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """One process of the job."""
-    place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
-    device, backend = choose_device(args.launch, local_rank)  # cuda and nccl, or cpu and gloo
-    # Not bound to the device: nccl would then send all messages of a group in one stream, in order,
-    # and a ring of single messages could wait for itself.
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience)
-    train(args, device)
-    dist.destroy_process_group()
+def ring(tensor: Tensor) -> Iterator[None]:
+    """Sum a tensor [n] over the ranks, in place; yield while messages are on their way.
 
-
-def broadcast_parameters(model: nn.Module) -> None:
-    """Give all ranks the parameters and buffers of rank 0. Every rank calls this."""
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)
-
-
-def mean_losses(loss_sum: Tensor, samples: int) -> str:
-    """The mean loss of each rank over its samples, in words. Every rank calls this.
-
-    A resumed epoch may have no samples left.
+    In each of 2 (W - 1) steps, a rank sends one of W chunks to its right neighbor and receives one
+    from its left. In the first half (reduce-scatter) it adds what it receives, until rank r has
+    the sum of chunk r + 1; in the second half (all-gather) the sums replace the chunks. A rank
+    sends 2 (W - 1) / W times the tensor, the minimum (https://doi.org/10.1016/j.jpdc.2008.09.002).
     """
-    means = [0.0] * dist.get_world_size()
-    dist.all_gather_object(means, loss_sum.item() / max(1, samples))
-    return ", ".join(f"rank {rank} {mean:.4f}" for rank, mean in enumerate(means))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = tensor.tensor_split(world_size)  # views; some are empty if n < W
+    for step in range(2 * (world_size - 1)):
+        outgoing, own = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
+        incoming = torch.empty_like(own) if step < world_size - 1 else own
+        receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)
+        send = dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)
+        works = dist.batch_isend_irecv([receive, send])  # if all sent first, none would receive
+        yield
+        for work in works:
+            work.wait()
+        if incoming is not own:
+            own += incoming
 
 
-def train(args: Args, device: torch.device) -> None:
-    """Train and evaluate; every rank runs this with its own part of the data."""
-    rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+def average_gradients(model: nn.Module, all_reduce: Callable[[Tensor], object]) -> None:
+    """Replace each gradient by its mean over the ranks. Every rank calls this, after backward."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = total = parameters_to_vector(gradients)  # one long message, not many short ones
+    if flat.is_cuda and dist.get_backend() == "gloo":  # gloo cannot send CUDA tensors
+        total = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat)
+    all_reduce(total)
+    vector_to_parameters(flat.copy_(total) / dist.get_world_size(), gradients)
+
+
+def partition_dataset(samples: Tensor, batch_size: int) -> list[tuple[Tensor, int]]:
+    """Return this rank's part of each global batch of samples [N], and the global batch size.
+
+    Rank r of W takes samples r, r + W, ... of each batch. No sample is lost, whatever W is.
+    """
+    own = slice(dist.get_rank(), None, dist.get_world_size())
+    return [(batch[own], len(batch)) for batch in samples.split(batch_size)]
+
+
+def main(args: Args) -> None:
+    """Start the ranks of this machine, unless torchrun or srun started them."""
+    mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
+
+
+@record  # prints one line per error and job; the exit code says what happened
+def main_worker(local_rank: int, args: Args) -> None:
+    """Train on one rank."""
+    device = init_distributed(args, local_rank)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)
     data = image_data(args.dataset, args.data_dir)
-    with Run(args, device, data, what=f"{args.algorithm}, {data}", **division(args)) as run:
-        model = run.prepare(DigitNet(data.size, data.classes))
-        broadcast_parameters(model)  # the ranks start from the same model, whatever they drew
-        # In float16 a step that overflows is left out. If it is the first, torch's fused SGD
-        # continues with a momentum that was never set.
-        fused = cuda and not run.scaler.is_enabled()
-        optimizer = SGD(model.parameters(), args.lr, args.momentum, fused=fused)
-        gradients = chosen(args, model, optimizer, run.scaler)
-        parts = {"model": model, "optimizer": optimizer, "gradients": gradients}
-        run.resume(before_save=gradients.gather_state, **parts)
-        shares = agreed_shares(args, run, model)  # of each rank, in every global batch
-
-        for epoch in run.epochs(args.epochs):
-            loader = partition_dataset(data, args.batch_size, args.seed, epoch, shares, cuda)
-            epoch_loss, epoch_samples = torch.zeros((), device=device), 0
-            for pixels, labels in run.steps(loader):  # [B, 1, H, W] bytes, [B]; B may be 0
-                pixels, labels = (x.to(device, non_blocking=True) for x in (pixels, labels))
-                with run.autocast():
-                    logits = gradients.model(data.normalise(pixels)).float()  # [B, classes]
-                loss_sum = F.cross_entropy(logits, labels, reduction="sum")
-                # The mean over the ranks of this is the mean over the global batch, even if the
-                # ranks have different numbers of samples: by --shares, or in the last batch.
-                batch_samples, _ = run.batch_share()
-                loss = loss_sum * world_size / batch_samples
-                optimizer.zero_grad()
-                run.scaler.scale(loss).backward()  # some algorithms send gradients meanwhile
-                gradients.average()  # by the chosen algorithm: the subject of this example
-                run.scaler.step(optimizer)
-                run.scaler.update()
-                gradients.after_step()  # local-sgd, diloco: average the models, every H steps
-                run.log(loss)
-                epoch_loss += loss_sum.detach()
-                epoch_samples += len(labels)
-            gradients.end_epoch()  # the same two: one model to evaluate
-            losses = mean_losses(epoch_loss, epoch_samples)
-            run.print0(f"{run.label}: mean loss of {losses}")
-            run.end_epoch(evaluate(model, data.eval_loader(), data.classes, run.autocast))
-        run.finish(algorithm=args.algorithm, bytes_sent=gradients.bytes_sent, shares=shares)
-
-
-if __name__ == "__main__":  # the same as python -m examples.manual_allreduce_sgd
-    runpy.run_module("examples.manual_allreduce_sgd", run_name="__main__")
+    images, labels = (tensor.to(device) for tensor in data.train.tensors)
+    test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
+    model = DigitNet(data.size, data.classes).to(device)
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)  # all ranks start with the model of rank 0
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
+    all_reduce = {"ring": ring_all_reduce, "torch": dist.all_reduce}[args.all_reduce]
+    about = {"classes": data.class_names, "model": "DigitNet", "size": data.size}
+    run = Run(args, device, str(data), about=about, model=model, optimizer=optimizer)
+    for epoch in run.epochs(args.epochs):
+        generator = torch.Generator().manual_seed(args.seed + epoch)  # the same on all ranks
+        order, losses = torch.randperm(len(labels), generator=generator).to(device), []
+        for part, global_batch_size in run.steps(partition_dataset(order, args.batch_size)):
+            with run.autocast:
+                logits = model(images[part]).float()  # [B, C]; B differs by one between ranks
+            loss_sum = F.cross_entropy(logits, labels[part], reduction="sum")
+            # Averaged over the ranks, this is the mean loss of the global batch. The ranks' own
+            # means are not: a sample of a rank with fewer samples would count more.
+            loss = loss_sum * world_size / global_batch_size
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(model, all_reduce)
+            optimizer.step()
+            run.log(loss)
+            losses.append(loss.detach())
+        print(f"rank {rank}: mean loss {float(sum(losses)) / max(1, len(losses)):.4f}", flush=True)
+        evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
+        run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"])
+    run.finish(model)
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Programs that go beyond train.py; each runs alone."""

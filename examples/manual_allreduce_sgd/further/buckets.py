@@ -1,0 +1,133 @@
+"""Send gradients while backward still computes others, as DistributedDataParallel does.
+
+    python -m examples.manual_allreduce_sgd.further.buckets --nproc 2
+
+Gradients become ready from the last layer to the first. Hooks collect them in buckets, and a bucket
+is sent as soon as it is complete (Li et al., 2020, https://arxiv.org/abs/2006.15704, section 3.2).
+
+A gradient can come in several parts: a layer in two checkpointed calls gets one from each. A bucket
+that left with the first part would train all ranks on the same wrong gradient. So a bucket waits
+for as many parts as the step before had; a later part is an error, as in DDP.
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from ..run import launch
+from ..train import average_gradients
+
+
+class Buckets:
+    """Averages the gradients of a model over the ranks, during backward.
+
+    Every rank creates one with the same model, and calls `wait` after each backward.
+
+    Args:
+        model: gradients that are None count as zeros.
+        bucket_bytes: a bucket is closed when it has as many; DDP's default is 25 MB.
+    """
+
+    def __init__(self, model: nn.Module, bucket_bytes: int = 1 << 20) -> None:
+        self.buckets: list[list[nn.Parameter]] = [[]]
+        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+            if sum(p.nbytes for p in self.buckets[-1]) >= bucket_bytes:
+                self.buckets.append([])
+            self.buckets[-1].append(parameter)
+            parameter.register_post_accumulate_grad_hook(self._collect)
+        self.parts = Counter[nn.Parameter]()  # parts of each gradient in this step
+        self.expected = Counter[nn.Parameter]()  # the same in the step before
+        self.sent: list[tuple[Tensor, dist.Work]] = []  # of this step, in the order of the buckets
+        self.overlapped = 0  # number of buckets that were sent during the last backward
+
+    def _collect(self, parameter: nn.Parameter) -> None:
+        """Count a part of a gradient, and send all buckets that are now complete."""
+        self.parts[parameter] += 1
+        if any(parameter is p for bucket in self.buckets[: len(self.sent)] for p in bucket):
+            raise RuntimeError(
+                f"the gradient of a parameter {list(parameter.shape)} got another part after it "
+                f"was sent: it has more parts than in the step before"
+            )
+        # In the order of the buckets, not as they become complete: all ranks must send alike.
+        while len(self.sent) < len(self.buckets) and all(
+            0 < self.parts[p] == self.expected[p] for p in self.buckets[len(self.sent)]
+        ):
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self.buckets[len(self.sent)]
+        for parameter in bucket:
+            if parameter.grad is None:  # unused on this rank, perhaps not on others
+                parameter.grad = torch.zeros_like(parameter)
+        flat = parameters_to_vector([p.grad for p in bucket if p.grad is not None])
+        work = dist.all_reduce(flat, async_op=True)
+        self.sent.append((flat, work))
+
+    def wait(self) -> None:
+        """Replace each gradient by its mean over the ranks. Every rank calls this."""
+        self.overlapped = len(self.sent)
+        while len(self.sent) < len(self.buckets):
+            self._send()
+        for bucket, (flat, work) in zip(self.buckets, self.sent, strict=True):
+            work.wait()
+            gradients = [p.grad for p in bucket if p.grad is not None]
+            vector_to_parameters(flat / dist.get_world_size(), gradients)
+        self.expected, self.parts, self.sent = self.parts, Counter(), []
+
+
+def train(model: nn.Module, after_backward: Callable[[], object], steps: int) -> float:
+    """Train on random numbers, different ones on each rank; return milliseconds per step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        inputs = torch.randn(64, 512, generator=generator)
+        loss = F.mse_loss(model(inputs), inputs.roll(1, dims=1))
+        optimizer.zero_grad()
+        loss.backward()
+        after_backward()
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+    return 1000 * statistics.median(times)
+
+
+def compare(steps: int) -> None:
+    """Train the same model in three ways. Every rank calls this."""
+    models = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]
+        models.append(nn.Sequential(*layers))
+    flat, overlapped, ddp = models
+    buckets = Buckets(overlapped)
+    times = {
+        "after backward": train(flat, lambda: average_gradients(flat, dist.all_reduce), steps),
+        "in buckets": train(overlapped, buckets.wait, steps),
+        "by DDP": train(DistributedDataParallel(ddp, bucket_cap_mb=1), lambda: None, steps),
+    }
+    vectors = [parameters_to_vector(model.parameters()) for model in models]
+    difference = max((vector - vectors[0]).abs().max().item() for vector in vectors)
+    if dist.get_rank() == 0:
+        for name, time_per_step in times.items():
+            print(f"{name:14} {time_per_step:7.2f} ms per step")
+        print(f"{buckets.overlapped} of {len(buckets.buckets)} buckets sent during backward")
+        print(f"largest difference of the parameters: {difference:.1e}")
+
+
+def main(nproc: int = 2, steps: int = 30) -> None:
+    """Compare averaging after backward, in buckets during backward, and DDP."""
+    launch(compare, nproc, steps)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
