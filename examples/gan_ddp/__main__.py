@@ -1,7 +1,8 @@
-"""`python -m examples.gan_ddp`: flags are checked before torch is imported."""
+"""`python -m examples.gan_ddp`: the flags are read before torch is imported."""
 
-from common.launch.args import start
-from examples.gan_ddp.args import Args
+from common.launch import start
+
+from .args import Args
 
 if __name__ == "__main__":
-    start(Args, "examples.gan_ddp.train:main")
+    start(Args, f"{__package__}.train")

@@ -1,58 +1,51 @@
-"""A small generator and discriminator for grey images. They do not know about ranks."""
+"""A small generator and a small discriminator. They do not know about ranks.
 
-from typing import Literal
+GroupNorm normalizes each image by itself, so the result does not depend on how a batch is split
+over ranks, or on whether real and generated images are in one batch.
+"""
 
 from torch import nn
 
-from common.launch.errors import UserError
+from common.launch import UserError
 
 
-class Generator(nn.Sequential):
-    """Noise [N, latent] to images [N, 1, size, size], from -1 to 1.
-
-    After Radford et al., 2016 (https://arxiv.org/abs/1511.06434), with GroupNorm: it treats each
-    sample separately, so neither the number of ranks matters, nor whether real and generated images
-    come together.
+def make_generator(size: int, latent: int) -> nn.Module:
+    """Return a network from noise [N, latent] to images [N, 1, size, size], from -1 to 1.
 
     Raises:
         UserError: the size is not a multiple of 4.
     """
-
-    def __init__(self, size: int, latent: int) -> None:
-        if size % 4:
-            raise UserError(
-                f"images of {size}x{size} pixels: this generator makes sizes that 4 divides"
-            )
-        side = size // 4
-        super().__init__(
-            nn.Linear(latent, 64 * side * side),
-            nn.Unflatten(1, (64, side, side)),
-            nn.GroupNorm(1, 64),
-            nn.GELU(),
-            nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1, bias=False),  # [N, 32, size/2, ...]
-            nn.GroupNorm(1, 32),
-            nn.GELU(),
-            nn.ConvTranspose2d(32, 1, 4, stride=2, padding=1),  # [N, 1, size, size]
-            nn.Tanh(),
-        )
+    if size % 4:
+        raise UserError(f"the images are {size}x{size} pixels; the size must be a multiple of 4")
+    side = size // 4
+    return nn.Sequential(
+        nn.Linear(latent, 64 * side * side),
+        nn.Unflatten(1, (64, side, side)),
+        nn.GroupNorm(1, 64),
+        nn.GELU(),
+        nn.ConvTranspose2d(64, 32, 4, stride=2, padding=1, bias=False),  # [N, 32, size/2, size/2]
+        nn.GroupNorm(1, 32),
+        nn.GELU(),
+        nn.ConvTranspose2d(32, 1, 4, stride=2, padding=1),  # [N, 1, size, size]
+        nn.Tanh(),
+    )
 
 
-class Discriminator(nn.Sequential):
-    """Images [N, 1, size, size] to logits [N]: above 0 for "real".
+def make_discriminator(size: int, norm: nn.Module | None = None) -> nn.Module:
+    """Return a network from images [N, 1, size, size] to logits [N]: above 0 for real images.
 
-    With BatchNorm, what a rank computes depends on which images come together, and DDP has buffers
-    to send.
+    Args:
+        size: a multiple of 4.
+        norm: the normalization of its 64 channels (default: GroupNorm).
     """
-
-    def __init__(self, size: int, norm: Literal["group", "batch"] = "group") -> None:
-        side = size // 4
-        super().__init__(
-            nn.Conv2d(1, 32, 4, stride=2, padding=1),  # [N, 32, size/2, size/2]
-            nn.GELU(),
-            nn.Conv2d(32, 64, 4, stride=2, padding=1, bias=False),  # [N, 64, side, side]
-            nn.BatchNorm2d(64) if norm == "batch" else nn.GroupNorm(1, 64),
-            nn.GELU(),
-            nn.Flatten(),
-            nn.Linear(64 * side * side, 1),
-            nn.Flatten(0),
-        )
+    side = size // 4
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 4, stride=2, padding=1),  # [N, 32, size/2, size/2]
+        nn.GELU(),
+        nn.Conv2d(32, 64, 4, stride=2, padding=1, bias=False),  # [N, 64, side, side]
+        norm or nn.GroupNorm(1, 64),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(64 * side * side, 1),
+        nn.Flatten(0),
+    )

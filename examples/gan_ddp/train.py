@@ -1,142 +1,120 @@
-"""gan_ddp: train a GAN under DDP: one forward and one backward per network and iteration.
+"""gan_ddp: train a GAN with DDP, with one forward and one backward per network and step.
 
-    python -m examples.gan_ddp                                           # a world of one
-    python -m examples.gan_ddp --nproc 2                                 # two processes
-    python -m examples.gan_ddp --nproc 2 --break-the-rule two-backwards  # ranks drift apart: fails
-    python -m examples.gan_ddp --multiprocessing-distributed             # one process per GPU
-    torchrun --nproc-per-node 2 -m examples.gan_ddp                      # started by torchrun
+    python -m examples.gan_ddp                                 # a world of one
+    python -m examples.gan_ddp --nproc 2                       # two processes
+    torchrun --nproc-per-node 2 -m examples.gan_ddp            # started by torchrun
+    python -m examples.gan_ddp.further.break_the_rule          # the ways to do it wrong
 
-With any number of processes, the training is the same up to rounding.
+DDP prepares the averaging of gradients in a forward and completes it in the next backward. So the
+discriminator gets real and generated images in one batch, and the generator's loss goes through the
+unwrapped discriminator.
 """
-
-import runpy
-from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchvision.utils import save_image
 
-from common.data.idx import ImageData, image_data
-from common.data.samplers import GlobalBatchSampler
-from common.launch.collectives import broadcast_buffers, broadcast_object
-from common.launch.device import choose_device
-from common.launch.place import Place
-from common.launch.record import record
-from common.launch.rendezvous import JOB
-from common.launch.spawn import launch
-from common.train.checks import check_replicas
-from common.train.ddp import warm_up_buckets
-from common.train.run import Run
-from examples.gan_ddp.args import Args
-from examples.gan_ddp.networks import Discriminator, Generator
-from examples.gan_ddp.rule import discriminator_backward
-from examples.gan_ddp.samples import (
-    draw,
-    frechet_distance,
-    generate,
-    noise,
-    picture,
-    scaled,
-    side_by_side,
-)
+from common.data import image_data
+from common.ddp import warm_up_buckets
+from common.rank import init_distributed, local_batch_size, record
+from common.run import Run
+
+from .args import Args
+from .networks import make_discriminator, make_generator
 
 
-def main(place: Place, args: Args) -> None:
-    """Train in every process of this node."""
-    launch(main_worker, place, args)
+def main(args: Args) -> None:
+    """Start the ranks of this machine, unless torchrun or srun started them."""
+    mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # one line per error and job, a clean stop on SIGTERM; torch's own `record` works, too
-def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """One process of the job."""
-    place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun
-    device, backend = choose_device(args.launch, local_rank)  # cuda and nccl, or cpu and gloo
-    bound = device if device.type == "cuda" else None  # nccl connects now, not in the first step
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience, device_id=bound)
-    train(args, device)
+@record  # prints one line per error and job; the exit code says what happened
+def main_worker(local_rank: int, args: Args) -> None:
+    """Train both networks on one rank."""
+    device = init_distributed(args, local_rank)
+    rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+    torch.manual_seed(args.seed + rank)  # DDP sends the parameters of rank 0 to all
+    data = image_data(args.dataset, args.data_dir)
+    # From -1 to 1, like the generator's Tanh.
+    train, test = ((x.tensors[0] * data.std + data.mean) * 2 - 1 for x in (data.train, data.test))
+    train_set = TensorDataset(train)
+    local_batch = local_batch_size(args.batch_size, world_size)
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    loader = DataLoader(
+        train_set,
+        local_batch,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=args.workers,
+        pin_memory=cuda,
+    )
+    networks = nn.ModuleDict()
+    networks["generator"] = make_generator(data.size, args.latent).to(device)
+    networks["discriminator"] = make_discriminator(data.size).to(device)
+    generator, discriminator = (
+        DDP(network, device_ids=[device] if cuda else None) for network in networks.values()
+    )
+    optimizer_g, optimizer_d = (
+        Adam(network.parameters(), args.lr, betas=(0.5, 0.99), fused=cuda)
+        for network in (generator, discriminator)
+    )
+    run = Run(
+        args, device, str(data), model=networks, optimizer_g=optimizer_g, optimizer_d=optimizer_d
+    )
+    warm_up_buckets(generator)  # a resumed run then adds gradients in the same order
+    warm_up_buckets(discriminator)
+
+    for epoch in run.epochs(args.epochs):
+        sampler.set_epoch(epoch)  # without this, every epoch has the same order
+        for (real,) in run.steps(loader):  # [B / W, 1, S, S]
+            # The same noise for the global batch in every world size. Pinned memory: no host wait.
+            seeded = torch.Generator().manual_seed(args.seed * 1_000_003 + run.step)
+            noise = torch.randn(args.batch_size, args.latent, generator=seeded, pin_memory=cuda)
+            noise = noise.split(local_batch)[rank].to(device, non_blocking=True)
+            real = real.to(device, non_blocking=True)
+
+            with run.autocast:
+                fake = generator(noise).float()  # the generator's one forward
+                # The discriminator's one forward. Its loss does not reach the generator.
+                logits = discriminator(torch.cat([real, fake.detach()])).float()  # [2 B / W]
+            on_real, on_fake = logits.split(local_batch)
+            loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
+            optimizer_d.zero_grad()
+            loss.backward()  # the discriminator's one backward: DDP averages its gradients
+            optimizer_d.step()
+
+            # Unwrapped and frozen: DDP would compute and send gradients that nobody uses.
+            critic = discriminator.module.requires_grad_(False)
+            with run.autocast:
+                fooled = F.softplus(-critic(fake).float()).mean()
+            critic.requires_grad_(True)
+            optimizer_g.zero_grad()
+            fooled.backward()  # the generator's one backward
+            optimizer_g.step()
+            run.log(loss)
+        noise = torch.randn(1000, args.latent, generator=torch.Generator().manual_seed(args.seed))
+        with torch.no_grad():
+            samples = generator.module(noise.to(device)).cpu()
+        if rank == 0:
+            (args.out / "samples").mkdir(exist_ok=True)
+            picture = F.interpolate(samples[:100], scale_factor=4)
+            path = args.out / f"samples/epoch-{epoch + 1:03}.png"
+            save_image(picture, path, nrow=10, normalize=True, value_range=(-1, 1), pad_value=1)
+        distance = frechet_distance(samples, test)
+        run.end_epoch({"frechet_distance": distance}, score=-distance)
+    run.finish(networks)
     dist.destroy_process_group()
 
 
-def train(args: Args, device: torch.device) -> None:
-    """Train both networks in turn; every rank runs this with its own share of the data."""
-    rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
-    torch.manual_seed(args.seed + rank)  # DDP sends rank 0's parameters to all
-    data = image_data(args.dataset, args.data_dir)
-    with Run(args, device, data) as run:
-        sampler = GlobalBatchSampler(len(data.train), args.batch_size, args.seed)
-        loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=list, pin_memory=cuda)
-        generator = Generator(data.size, args.latent)
-        discriminator = Discriminator(data.size, args.norm)
-        both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
-        generator_ddp, discriminator_ddp = (
-            DDP(run.prepare(network), device_ids=[device] if cuda else None)
-            for network in (generator, discriminator)
-        )
-        generator_optimizer, discriminator_optimizer = (
-            Adam(network.parameters(), args.lr, betas=(0.5, 0.99), fused=cuda)
-            for network in (generator, discriminator)
-        )
-        run.resume(
-            model=both,
-            generator_optimizer=generator_optimizer,
-            discriminator_optimizer=discriminator_optimizer,
-        )
-        warm_up_buckets(generator_ddp)  # a resumed run then adds gradients in the same order
-        warm_up_buckets(discriminator_ddp)
-        # With the rule, or a way to break it: one forward and one backward, in rule.py.
-        discriminate = partial(
-            discriminator_backward, args.break_the_rule, discriminator_ddp, run.autocast
-        )
-
-        for epoch in run.epochs(args.epochs):
-            sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            for pixels, _ in run.steps(loader):  # [B, 1, H, W], bytes
-                # The sampler pads the last batch with repeated images, at the end: cut them off.
-                batch_samples, local_samples = run.batch_share()
-                reals = scaled(run.amp.to_device(pixels[:local_samples]))
-                latent = noise(batch_samples, args.latent, args.seed, run.state.step)
-                # DDP averages over the ranks: this makes it the mean over the global batch.
-                scale = world_size / batch_samples
-                with run.autocast():
-                    fakes = generator_ddp(run.amp.to_device(latent[rank::world_size])).float()
-                discriminator_optimizer.zero_grad()
-                loss = discriminate(reals, fakes.detach(), scale)
-                discriminator_optimizer.step()
-                # The generator's loss goes through the bare discriminator: DDP's has had its
-                # turn, and would send gradients that nobody uses. Frozen, it computes none.
-                discriminator.requires_grad_(False)
-                with run.autocast():
-                    logits = discriminator(fakes).float()
-                discriminator.requires_grad_(True)
-                generator_optimizer.zero_grad()
-                fooled = F.softplus(-logits).sum() * scale
-                fooled.backward()  # the generator's one backward, after its one forward above
-                generator_optimizer.step()
-                run.log(loss, discriminator=loss, generator=fooled)
-            metrics = evaluate(both, args, epoch, data)
-            run.end_epoch(metrics, best="frechet_distance", smaller_is_better=True)
-        side_by_side(args.out, args.epochs)
-        run.finish()
-
-
-def evaluate(both: nn.ModuleDict, args: Args, epoch: int, data: ImageData) -> dict[str, float]:
-    """Draw generated images, and return their distance to the test set. Every rank calls this.
-
-    Raises:
-        CheckError: the replicas differ: a broken rule shows here.
-    """
-    broadcast_buffers(both)  # BatchNorm's statistics: each rank has its own since its last forward
-    check_replicas(both)
-    images = generate(both["generator"], noise(1000, args.latent, args.seed, 0, 0))
-    if dist.get_rank() == 0:
-        draw(images[:100], picture(args.out, epoch + 1))
-    distance = broadcast_object(lambda: frechet_distance(images, scaled(data.test.pixels)))
-    return {"frechet_distance": distance}
-
-
-if __name__ == "__main__":  # the same as python -m examples.gan_ddp
-    runpy.run_module("examples.gan_ddp", run_name="__main__")
+def frechet_distance(x: Tensor, y: Tensor) -> float:
+    """Return the FID (https://arxiv.org/abs/1706.08500) of pixels, not features, [N, 1, S, S]."""
+    x, y = x.flatten(1).double(), y.flatten(1).double()
+    gap, first, second = x.mean(0) - y.mean(0), x.T.cov(), y.T.cov()
+    root = torch.linalg.eigvals(first @ second).real.clamp(min=0).sqrt().sum()
+    return (gap @ gap + first.trace() + second.trace() - 2 * root).item()

@@ -1,0 +1,127 @@
+"""Break the rule of gan_ddp in every way, and see what DDP does on two processes.
+
+    python -m examples.gan_ddp.further.break_the_rule
+
+The rule: a network in DDP does one forward and one backward per step. For each way to train the
+discriminator, this program compares its gradients with the true ones (the mean over the ranks of
+the gradients that the unwrapped network computes), compares the ranks, and counts the bytes that
+DDP sends. With one process all ways give the same gradients, so a mistake is found late.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import parameters_to_vector
+
+from common.ddp import all_reduce_mean
+
+from ..networks import make_discriminator
+
+
+def one_forward(network: nn.Module, real: Tensor, fake: Tensor) -> None:
+    """Follow the rule: real and generated images are one batch with one loss."""
+    on_real, on_fake = network(torch.cat([real, fake])).chunk(2)
+    (F.softplus(-on_real).mean() + F.softplus(on_fake).mean()).backward()
+
+
+def two_passes(network: nn.Module, real: Tensor, fake: Tensor) -> None:
+    """Do a forward and a backward for real images, then both for generated ones."""
+    F.softplus(-network(real)).mean().backward()
+    F.softplus(network(fake)).mean().backward()
+
+
+def two_forwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
+    """Do two forwards, then one backward of the sum of both losses."""
+    on_real, on_fake = network(real), network(fake)
+    (F.softplus(-on_real).mean() + F.softplus(on_fake).mean()).backward()
+
+
+def two_backwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
+    """Do two forwards, then a backward of each loss."""
+    on_real, on_fake = network(real), network(fake)
+    F.softplus(-on_real).mean().backward()
+    F.softplus(on_fake).mean().backward()
+
+
+def wrapped_critic(network: nn.Module, real: Tensor, fake: Tensor) -> None:
+    """Follow the rule, but compute the generator's loss with the wrapped discriminator."""
+    one_forward(network, real, fake)
+    kept = [parameter.grad for parameter in network.parameters()]
+    network.zero_grad(set_to_none=True)
+    F.softplus(-network(fake)).mean().backward()  # also sends gradients of the discriminator
+    for parameter, gradient in zip(network.parameters(), kept, strict=True):
+        parameter.grad = gradient
+
+
+Way = Callable[[nn.Module, Tensor, Tensor], None]
+WAYS: dict[str, Way] = {
+    "one forward and one backward (the rule)": one_forward,
+    "two passes: forward, backward, forward, backward": two_passes,
+    "two forwards, one backward": two_forwards,
+    "two forwards, two backwards": two_backwards,
+    "the rule, but the generator's loss through DDP": wrapped_critic,
+}
+
+
+def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
+    """Compute the discriminator's gradients. Every rank calls this.
+
+    Returns:
+        The largest error of a gradient, the largest difference between ranks, and the bytes sent;
+        or the message of an exception.
+    """
+    torch.manual_seed(0)
+    plain = make_discriminator(8, copy.deepcopy(norm))
+    ddp, sent = DDP(copy.deepcopy(plain)), list[int]()
+
+    def count(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sent.append(bucket.buffer().nbytes)
+        return allreduce_hook(group, bucket)  # what DDP does without a hook
+
+    ddp.register_comm_hook(None, count)
+    torch.manual_seed(1 + dist.get_rank())  # each rank has images of its own
+    real, fake = torch.rand(2, 12, 1, 8, 8)
+    way(plain, real, fake)
+    try:
+        way(ddp, real, fake)
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    truth, own = (
+        parameters_to_vector([p.grad for p in network.parameters() if p.grad is not None])
+        for network in (plain, ddp)
+    )
+    all_reduce_mean([truth])
+    of_rank0 = own.clone()
+    dist.broadcast(of_rank0, 0)
+    errors = torch.stack([(own - truth).abs().max(), (own - of_rank0).abs().max()])
+    dist.all_reduce(errors, dist.ReduceOp.MAX)
+    return errors[0].item(), errors[1].item(), sum(sent)
+
+
+def main_worker(rank: int, rendezvous: str) -> None:
+    """Try all ways, without buffers and with those of BatchNorm; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
+    for norm in (nn.GroupNorm(1, 64), nn.BatchNorm2d(64)):
+        rows = {name: try_way(way, norm) for name, way in WAYS.items()}
+        if rank == 0:
+            print(f"\ndiscriminator with {norm}\n{'':50}   error   ranks differ by   bytes sent")
+            for name, row in rows.items():
+                text = row if isinstance(row, str) else "{:.1e}   {:15.1e}   {:10,}".format(*row)
+                print(f"{name:50} {text}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/rendezvous"
+        # Forked processes need not import torch again; they could not use CUDA.
+        mp.start_processes(main_worker, (file,), nprocs=2, start_method="fork")
