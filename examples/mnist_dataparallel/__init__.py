@@ -1,1 +1,1 @@
-"""The eight steps of nn.DataParallel by hand: one process, several devices."""
+"""MNIST with nn.DataParallel: one process drives several devices."""

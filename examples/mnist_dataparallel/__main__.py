@@ -1,7 +1,8 @@
-"""`python -m examples.mnist_dataparallel`: flags are checked before torch is imported."""
+"""`python -m examples.mnist_dataparallel`: the flags are read before torch is imported."""
 
-from common.launch.args import start
-from examples.mnist_dataparallel.args import Args
+from common.launch import start
+
+from .args import Args
 
 if __name__ == "__main__":
-    start(Args, "examples.mnist_dataparallel.train:main")
+    start(Args, f"{__package__}.train")

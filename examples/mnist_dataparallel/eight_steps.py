@@ -1,167 +1,162 @@
-"""Data parallelism within one process, by hand: `nn.DataParallel` in eight steps to be watched.
+"""`nn.DataParallel` by hand: the eight steps of one iteration, on CPUs as well.
 
-The steps are those of https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html and
-of the backward that autograd derives from them:
+    1 copy       the batch goes to the first device
+    2 scatter    chunk 0         chunk 1         ...    one chunk per device
+    3 replicate  the model  -->  a copy     -->  ...
+    4 forward    outputs 0       outputs 1       ...    one thread per device
+    5 gather     outputs    <--  <--  <--        ...    the program computes the loss from them
+    6 backward   gradient   -->  -->  -->        ...    one thread per device
+    7 reduce     sum        <--  <--  <--        ...    of the gradients of all parameters
+    8 update     optimizer.step() changes the model on the first device
 
-    1 images and labels --> first device
-    2 scatter               chunk 0         chunk 1         ...
-    3 replicate             the model  -->  a copy     -->  ...
-    4 forward               logits 0        logits 1        ...   one thread per device
-    5 gather                logits     <--  <--  <--        then the loss, on the first device
-    6 backward              gradient 0 -->  gradient 1 -->  ...   one thread per device
-    7 reduce                sum        <--  <--  <--        of the gradients of all parameters
-    8 optimizer.step()      the model is updated, on the first device
-
-Here nothing between devices is left to autograd: every copy is written in
-common/train/replicas.py, and both passes run in one thread per device. (Autograd alone would run
-the backward of all CPU replicas in one thread.)
-
-A "device" may also be the CPU, any number of times: each replica is then a copy of the model, with
-its own thread.
+Steps 1 to 5 are `EightSteps.forward`, steps 6 and 7 `EightSteps._backward`, which
+`loss.backward()` calls. In torch, steps 2, 3 and 5 are operations that autograd can reverse, so
+that nobody calls steps 6 and 7. Autograd has one thread per CUDA device but none for CPU replicas.
 """
 
+import copy
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.train.amp import MixedPrecision
-from common.train.replicas import (
-    Replicas,
-    gather_outputs,
-    reduce_gradients,
-    replicate,
-    scatter_batch,
-    scatter_gradient,
-)
-from examples.mnist_dataparallel.explain import Explanation
-
-Result = TypeVar("Result")
+EXPLAINED = 3  # the iteration to print; the first two also start threads and choose kernels
 
 
-class Net(nn.Module):
-    """What runs on every device: the model and, if it gets labels, the loss.
-
-    Autocast is entered here, because it belongs to a thread: entered outside, it would not reach
-    the replicas' threads (or, with `nn.DataParallel`, reach them as float16, whatever type was
-    chosen).
+class EightSteps(nn.Module):
+    """Split each batch over the devices. A device may occur several times; the CPU is one.
 
     Args:
-        model: images [N, C, H, W] to logits [N, classes].
-        criterion: logits and labels to the SUM of the losses: sums of chunks add up to that of the
-            batch, whatever the sizes of the chunks.
-        amp: the precision.
-    """
-
-    def __init__(self, model: nn.Module, criterion: nn.Module, amp: MixedPrecision) -> None:
-        super().__init__()
-        self.model, self.criterion, self.amp = model, criterion, amp
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits [N, classes]; with labels [N], the sum of the losses [1].
-
-        (Not a scalar: gathering scalars would warn.)
-        """
-        with self.amp.autocast():
-            logits = self.model(images)
-        if labels is None:
-            return logits.float()
-        return self.criterion(logits.float(), labels).unsqueeze(0)
-
-
-class EightSteps:
-    """A model that trains on several devices at once, in one process.
-
-    Args:
-        net: all its parameters and buffers are on the first device.
-        devices: one per replica. With one device there is no thread, and no copy of the model.
-        loss_inside: compute the loss in the replicas, so that numbers are gathered, not logits.
-        explanation: is told what each step did.
+        module: returns one tensor. All parameters and buffers are on the first device.
+        devices: one per replica. With fewer than two, the module is called as it is.
+        log: prints a line about each step of the third iteration.
 
     Raises:
-        RuntimeError: a parameter or buffer is on another device.
+        RuntimeError: a parameter or buffer is on another device than the first.
     """
-
-    name = "eight steps by hand"
 
     def __init__(
         self,
-        net: Net,
+        module: nn.Module,
         devices: Sequence[torch.device],
-        loss_inside: bool,
-        explanation: Explanation | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
-        self.devices, self.loss_inside = devices, loss_inside
-        self.explanation = explanation or Explanation()
-        self.net, self.parallel = net, Replicas(net, devices)
-        self.samples = [0] * len(devices)
-        """Samples that each device has trained on."""
+        super().__init__()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if devices and tensor.device != devices[0]:
+                raise RuntimeError(f"{name} is on {tensor.device} instead of {devices[0]}")
+        self.module, self.devices, self.log = module, list(devices), log
+        # The threads of all replicas share the cores of the process.
+        count = max(1, len(devices))
+        cores = max(1, torch.get_num_threads() // count)
+        self._threads = ThreadPoolExecutor(count, "replica", torch.set_num_threads, (cores,))
+        self._iteration, self._clock = 0, 0.0
 
-    def gradients(self, images: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """Add the gradients of `scale` times the sum of the losses to the model's: steps 1 to 7.
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Return the outputs [N, ...] for inputs [N, ...], on the first device."""
+        if len(self.devices) < 2:
+            return self.module(*inputs)
+        first = self.devices[0]
+        self._iteration, self._clock = self._iteration + 1, time.perf_counter()
+
+        inputs = tuple(x.to(first, non_blocking=True) for x in inputs)
+        self.show("1 copy the batch to the first device", inputs)
+
+        chunks = list(zip(*(scatter(x, self.devices) for x in inputs), strict=True)) or [()]
+        self.show("2 scatter a chunk to each device", (x for chunk in chunks for x in chunk))
+
+        replicas = replicate(self.module, self.devices[: len(chunks)])
+        self.show("3 replicate the model", (flat_state(replica) for replica in replicas))
+
+        outputs = self._in_threads(lambda replica, chunk: replica(*chunk), replicas, chunks)
+        self.show("4 forward, one thread per device", outputs)
+
+        gathered = torch.cat([output.detach().to(first) for output in outputs])
+        self.show("5 gather the outputs on the first device", [gathered])
+
+        if torch.is_grad_enabled():
+            gathered.requires_grad_()
+            gathered.register_hook(lambda gradient: self._backward(gradient, outputs, replicas))
+        return gathered
+
+    def _backward(
+        self, gradient: Tensor, outputs: Sequence[Tensor], replicas: Sequence[nn.Module]
+    ) -> None:
+        """Continue `loss.backward()` in the replicas.
 
         Args:
-            images: [N, C, H, W], on any device; N may be 0.
-            labels: [N].
-            scale: 1 / N for the mean of the batch.
-
-        Returns:
-            `scale` times the sum of the losses, a scalar without gradient.
+            gradient: of the gathered outputs, [N, ...].
+            outputs: of the replicas, [n, ...] each, with their autograd graphs.
+            replicas: get gradients; the first one is the model.
         """
-        net, first, did = self.net, self.devices[0], self.explanation.did
-        images, labels = net.amp.to_device(images), labels.to(first, non_blocking=True)
-        did(1, "the batch goes to the first device", images, labels)
-
-        inputs, targets = scatter_batch(images, self.devices), scatter_batch(labels, self.devices)
-        for number, chunk in enumerate(inputs):
-            self.samples[number] += len(chunk)
-        did(2, "it is cut, a chunk for each device", *inputs)
-
-        replicas = self.parallel.replicas[: len(inputs)]
-        replicate(replicas)
-        did(3, "the model is copied to the others", *(parameters(r) for r in replicas[1:]))
-
-        def forward(number: int) -> Tensor:
-            given = [inputs[number], targets[number]] if self.loss_inside else [inputs[number]]
-            return replicas[number](*given)
-
-        outputs = self._in_parallel(forward, len(inputs))  # [n, classes] each, or [1] (loss inside)
-        did(4, "forward, one thread per device", *outputs)
-
-        gathered = gather_outputs(outputs, first).requires_grad_()  # [N, classes], or [chunks]
-        loss = scale * (gathered.sum() if self.loss_inside else net.criterion(gathered, labels))
-        did(5, "outputs are gathered, the loss computed", gathered, loss)
-
-        loss.backward()  # up to the gathered outputs
-        assert gathered.grad is not None
-        gradients = scatter_gradient(gathered.grad, outputs)
-
-        def backward(number: int) -> None:
-            outputs[number].backward(gradients[number])
-
-        self._in_parallel(backward, len(inputs))
-        did(6, "its gradient is cut, backward, one thread per device", *gradients)
+        chunks = gradient.split([len(output) for output in outputs])
+        chunks = [chunk.to(x.device) for chunk, x in zip(chunks, outputs, strict=True)]
+        if self.devices[0].type == "cpu":
+            self._in_threads(torch.autograd.backward, outputs, chunks)
+        else:  # this is autograd's thread of the first device: other threads would wait for it
+            torch.autograd.backward(outputs, chunks)
+        self.show("6 loss, scatter its gradient, backward, one thread per device", chunks)
 
         reduce_gradients(replicas)
-        did(7, "the replicas' gradients are added up on the first", parameters(net))
-        return loss.detach()
+        self.show("7 add the gradients on the first device", [flat_state(replicas[0])])
 
-    def _in_parallel(self, work: Callable[[int], Result], count: int) -> list[Result]:
-        """Do the work for each replica, on its device and in its thread, and watch it."""
+    def _in_threads(self, work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+        """Call `work` for each replica in a thread of its own; return the results in order."""
+        enabled = torch.is_grad_enabled()  # a thread does not inherit it
 
-        def watched(number: int) -> Result:
-            started = time.perf_counter()
-            result = work(number)
-            self.explanation.worked(number, started)
-            return result
+        def on_device(device: torch.device, *own: Any) -> Any:
+            current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+            with torch.set_grad_enabled(enabled), current:
+                return work(*own)
 
-        return self.parallel.each(count, watched)
+        devices = self.devices[: len(arguments[0])]
+        return list(self._threads.map(on_device, devices, *arguments))
+
+    def show(self, step: str, tensors: Iterable[Tensor]) -> None:
+        """Print shapes, devices and milliseconds of a step, in one iteration."""
+        if self.log is None or self._iteration != EXPLAINED:
+            return
+        for device in {device for device in self.devices if device.type == "cuda"}:
+            torch.cuda.synchronize(device)  # kernels run asynchronously
+        milliseconds = 1e3 * (time.perf_counter() - self._clock)
+        shapes = ", ".join(f"{list(tensor.shape)} on {tensor.device}" for tensor in tensors)
+        self.log(f"{step:61} {milliseconds:7.2f} ms  {shapes}")
+        self._clock = time.perf_counter()
 
 
-def parameters(module: nn.Module) -> Tensor:
-    """A tensor as large as all parameters, without memory: it says what was moved."""
-    first = next(module.parameters())
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return torch.empty(1, device=first.device, dtype=first.dtype).expand(count)
+def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+    """Split a batch [N, ...] into chunks of ceil(N / devices), one per device.
+
+    The chunks may be unequal (5 samples on 3 devices: 2, 2, 1) or fewer than the devices (on 4
+    devices: 2, 2, 1). An empty batch is one empty chunk.
+    """
+    chunks = [chunk for chunk in batch.chunk(len(devices)) if len(chunk)] or [batch]
+    return [x.to(device, non_blocking=True) for x, device in zip(chunks, devices, strict=False)]
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+    """Return the module itself for the first device, and copies for the others.
+
+    Parameters and buffers are copied in each iteration. What a copy changes is lost, so BatchNorm
+    keeps the statistics of the first chunk only.
+    """
+    return [module, *(copy.deepcopy(module).to(device) for device in devices[1:])]
+
+
+@torch.no_grad()
+def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
+    """Add the gradients of the replicas to those of the first, always in the same order."""
+    for parameter, *copies in zip(*(replica.parameters() for replica in replicas), strict=True):
+        for gradient in (each.grad for each in copies if each.grad is not None):
+            moved = gradient.to(parameter.device)
+            parameter.grad = moved if parameter.grad is None else parameter.grad.add_(moved)
+
+
+def flat_state(module: nn.Module) -> Tensor:
+    """Return a tensor that is as long as all parameters and buffers, without memory."""
+    state = [*module.parameters(), *module.buffers()]
+    return state[0].detach().flatten()[:1].expand(sum(tensor.numel() for tensor in state))
