@@ -1,7 +1,8 @@
-"""`python -m examples.bert_dp`: flags are checked before torch is imported."""
+"""`python -m examples.bert_dp`: the flags are read before torch is imported."""
 
-from common.launch.args import start
-from examples.bert_dp.args import Args
+from common.launch import start
+
+from .args import Args
 
 if __name__ == "__main__":
-    start(Args, "examples.bert_dp.train:main")
+    start(Args, f"{__package__}.train")

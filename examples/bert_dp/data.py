@@ -1,95 +1,128 @@
-"""What every training program needs before it trains: reviews, split, model, tokens."""
+"""Reviews with labels from a csv file: read, cleaned, split and tokenized."""
 
-from dataclasses import dataclass
+import io
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from transformers.models.bert.modeling_bert import BertForSequenceClassification
-from transformers.models.bert.tokenization_bert import BertTokenizer
+import pandas
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, random_split
+from transformers import BertTokenizer
 
-from common.launch.collectives import assert_same_on_all_ranks, print0
-from common.launch.console import warn
-from examples.bert_dp.args import TextArgs
-from examples.bert_dp.model import prepare
-from examples.bert_dp.reviews import ID2LABEL, Reviews, read_reviews, shorten, split
-from examples.bert_dp.tokens import Encoded, encode
+from common.launch import UserError
+
+ID2LABEL = {0: "差评", 1: "好评"}  # bad, good
 
 
-@dataclass(frozen=True)
-class TextData:
-    """Reviews as the model takes them, and the model.
+class Reviews(Dataset[tuple[str, int]]):
+    """Pairs of a review and its label, 0 or 1.
+
+    Incomplete rows are left out. So are repeated reviews, which could be in both the training and
+    the validation set, and reviews that occur with both labels.
+
+    Args:
+        path: a csv file in UTF-8 with the columns `label` and `review`.
 
     Attributes:
-        reviews: all that can be used.
-        train: nine tenths of them.
-        validation: the rest.
-        test_columns: rows and texts of the rest, for predictions.csv.
-        bert: the model, on the CPU.
-        tokenizer: makes the tokens.
-        model_name: a description of the model.
-    """
-
-    reviews: Reviews
-    train: Encoded
-    validation: Encoded
-    test_columns: dict[str, list[Any]]
-    bert: BertForSequenceClassification
-    tokenizer: BertTokenizer
-    model_name: str
-
-    def __str__(self) -> str:
-        """Model and data in words."""
-        sizes = f"{len(self.train)} train, {len(self.validation)} validation"
-        return f"{self.model_name} on {self.reviews.name} ({sizes})"
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What must be the same for a run to be resumed, besides the flags."""
-        return {"reviews": self.reviews.digest}
-
-    @property
-    def class_names(self) -> list[str]:
-        """By their numbers."""
-        return [ID2LABEL[number] for number in sorted(ID2LABEL)]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What result.json says about data and model."""
-        return {
-            "dataset": self.reviews.name,
-            "train_samples": len(self.train),
-            "eval_samples": len(self.validation),
-            "rows": self.reviews.counts,
-            "cut_texts": self.train.cut + self.validation.cut,
-            "parameters": sum(parameter.numel() for parameter in self.bert.parameters()),
-        }
-
-
-def load_data(args: TextArgs, seed: int) -> TextData:
-    """Read, split, build, tokenise; print what was read, and five reviews.
-
-    Every rank calls this: each reads for itself, and all must come to the same.
+        rows: row of each review in the file, from 1 below the header.
+        about: number of rows left out, in words.
 
     Raises:
-        UserError: what `read_reviews` and `prepare` raise; ranks that see other files.
+        UserError: the file is not such a table.
     """
-    reviews = read_reviews(args.csv, args.columns)
-    assert_same_on_all_ranks(reviews.digest, "the reviews")
-    print0(str(reviews))
-    parts = split(reviews, seed)
-    texts = [[reviews.texts[position] for position in part] for part in parts]
-    labels = [[reviews.labels[position] for position in part] for part in parts]
-    for text, label in list(zip(texts[0], labels[0], strict=True))[:5]:
-        print0(f"  {ID2LABEL[label]}  {shorten(text)}")
-    bert, tokenizer, name = prepare(args, texts[0])
-    train, validation = (
-        encode(tokenizer, texts[part], labels[part], args.max_length) for part in (0, 1)
-    )
-    cut = train.cut + validation.cut
-    if cut and dist.get_rank() == 0:
-        warn(
-            f"{cut:,} of {len(reviews.texts):,} reviews have more than {args.max_length} tokens "
-            f"and lose their ends"
+
+    def __init__(self, path: Path) -> None:
+        cells = read_cells(path)
+        names, needed = cells.iloc[0].tolist(), ["label", "review"]
+        if not set(needed) <= set(names):
+            raise UserError(f"{path} has the columns {', '.join(names)}; name two label and review")
+        table = cells.iloc[1:, [names.index(name) for name in needed]].set_axis(needed, axis=1)
+        table = table.apply(lambda column: column.str.strip())
+        complete = table[(table != "").all(axis=1)]
+        labels = pandas.to_numeric(complete["label"], errors="coerce")
+        for row, label in complete["label"][~labels.isin(ID2LABEL)].items():
+            raise UserError(f"{path}, row {row}: label {label!r}; use 0 for bad and 1 for good")
+        once = complete.assign(label=labels.astype(int)).drop_duplicates()
+        usable = once.drop_duplicates("review", keep=False)
+        self.rows, self.texts = usable.index.tolist(), usable["review"].tolist()
+        self.labels = usable["label"].tolist()
+        self.about = (
+            f"{path.name}: {len(table):,} rows, {len(table) - len(complete)} incomplete, "
+            f"{len(complete) - len(once)} repeated, {len(once) - len(usable)} with both labels"
         )
-    columns = {"row": [reviews.rows[position] for position in parts[1]], "text": texts[1]}
-    return TextData(reviews, train, validation, columns, bert, tokenizer, name)
+        if len(usable) < 10 or set(self.labels) != set(ID2LABEL):
+            raise UserError(f"{self.about}; training needs 10 other rows and both labels")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        return self.texts[index], self.labels[index]
+
+    def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
+        """Return rows and texts of some reviews, for predictions.csv."""
+        return {"row": [self.rows[i] for i in indices], "text": [self.texts[i] for i in indices]}
+
+
+def read_cells(path: Path) -> pandas.DataFrame:
+    """Return all cells of a csv file as text. Row 0 is the header.
+
+    An empty line is a row in a file with one column only.
+
+    Raises:
+        UserError: the file is missing, not in UTF-8, or not a table.
+    """
+    refuse_lfs_pointer(path)
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+        if "\0" in text:
+            line = text.count("\n", 0, text.index("\0")) + 1
+            raise UserError(f"{path} has a NUL byte in line {line}; delete it: tr -d '\\000'")
+        table = text.partition("\n")[0].count(",") > 0
+        return pandas.read_csv(
+            io.StringIO(text), header=None, dtype=str, na_filter=False, skip_blank_lines=table
+        )
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        encoding = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "GB18030"
+        raise UserError(
+            f"{path} is not UTF-8 in line {line}; save it as CSV UTF-8, or convert it: "
+            f"iconv -f {encoding} -t UTF-8"
+        ) from None
+    except ValueError as error:
+        reason = str(error).strip().split("C error: ")[-1]
+        raise UserError(
+            f"{path} is not a table: {reason}; quote cells that contain commas"
+        ) from None
+
+
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise UserError if a file is missing, or git-lfs has not downloaded it."""
+    try:
+        with path.open("rb") as file:
+            if file.read(23) == b"version https://git-lfs":
+                raise UserError(f"{path} is a git-lfs pointer; run `git lfs pull` in its folder")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
+
+
+def split(reviews: Reviews, seed: int) -> list[Subset[tuple[str, int]]]:
+    """Return nine tenths of the reviews for training, and the rest for validation.
+
+    The split is random, because the usual file is sorted by label.
+    """
+    return random_split(reviews, [0.9, 0.1], torch.Generator().manual_seed(seed))
+
+
+def collate(
+    tokenizer: BertTokenizer, max_length: int, samples: Sequence[tuple[str, int]]
+) -> tuple[Tensor, Tensor]:
+    """Tokenize a batch; return token IDs [B, L], padded to its longest review, and labels [B]."""
+    texts, labels = zip(*samples, strict=True)
+    tokens = tokenizer(
+        list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt"
+    )
+    return tokens["input_ids"], torch.tensor(labels)

@@ -1,181 +1,115 @@
-"""BERT for two classes: built, loaded from a local folder, saved for `from_pretrained`."""
+"""The BERT that reads the reviews: pretrained, from a local folder, or small, from scratch."""
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import logging
-from transformers.models.bert.configuration_bert import BertConfig
-from transformers.models.bert.modeling_bert import BertForSequenceClassification
-from transformers.models.bert.tokenization_bert import BertTokenizer
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizer, logging
 
-from common.launch.errors import UserError
-from common.train.files import write_atomically
-from examples.bert_dp.args import TextArgs
-from examples.bert_dp.reviews import ID2LABEL
-from examples.bert_dp.tokens import PAD, add_pairs, make_tokenizer, read_vocabulary, vocabulary
+from common.launch import UserError
 
-LABEL2ID = {name: label for label, name in ID2LABEL.items()}
-# A pretrained model may lack these: they are trained here.
-HEAD = ("classifier.", "bert.pooler.")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-# The copies: tensors that share memory cannot be written.
-CONVERT = (
-    'python -c "import torch; from safetensors.torch import save_file; '
-    "weights = torch.load('pytorch_model.bin', weights_only=True); "
-    "save_file({name: value.clone() for name, value in weights.items()}, "
-    "'model.safetensors', {'format': 'pt'})\" in this folder"
-)
-VOCABULARY = ("tokenizer.json", "vocab.txt")
-# Nothing asks the network, and no code of the folder runs.
-LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+from .data import ID2LABEL, refuse_lfs_pointer
+
+LABELS: Any = {"id2label": ID2LABEL, "label2id": {name: label for label, name in ID2LABEL.items()}}
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+logging.disable_progress_bar()
 
 
-def prepare(
-    args: TextArgs, texts: Sequence[str]
-) -> tuple[BertForSequenceClassification, BertTokenizer, str]:
-    """Build or load the model and tokenizer that the flags name, on the CPU.
-
-    Args:
-        args: the flags.
-        texts: the training reviews, for their characters and pairs.
-
-    Returns:
-        Model, tokenizer, and a description of the model.
-
-    Raises:
-        UserError: as `load` and `read_vocabulary`.
-    """
-    if args.model:
-        model, tokenizer = load(args.model, args.max_length, new_head=True, dropout=args.dropout)
-        return model, tokenizer, f"BERT from {args.model}"
-    tokens = read_vocabulary(args.vocab) if args.vocab else vocabulary(texts)
-    tokens = add_pairs(tokens, texts, args.pairs)
-    layers, hidden, dropout = (args.chosen[name] for name in ("layers", "hidden", "dropout"))
-    config = BertConfig(
-        vocab_size=len(tokens),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        intermediate_size=4 * hidden,
-        max_position_embeddings=args.max_length,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        pad_token_id=PAD,
-        # Before the model is wrapped: DataParallel has no `config`, only its `module` has one.
-        id2label=ID2LABEL,
-        label2id=LABEL2ID,
-    )
-    name = f"BERT of {layers} layers x {hidden} with {len(tokens):,} tokens, from scratch"
-    tokenizer = make_tokenizer(tokens, args.max_length, pairs=args.pairs > 0)
-    return BertForSequenceClassification(config), tokenizer, name
-
-
-def load(
-    folder: Path,
-    max_length: int | None = None,
-    new_head: bool = False,
-    dropout: float | None = None,
+def build(
+    model: str, texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
-    """Load a BERT from a local folder: no network, no pickle, no code from the folder.
+    """Return the BERT of a folder, or a small one from scratch, on the CPU."""
+    return small(texts, max_length) if model == "small" else pretrained(Path(model), max_length)
+
+
+def pretrained(
+    folder: Path, max_length: int, new_head: bool = True
+) -> tuple[BertForSequenceClassification, BertTokenizer]:
+    """Load a BERT from a local folder, without the network and without running its code.
 
     Args:
-        folder: with config.json, model.safetensors, and tokenizer.json or vocab.txt.
-        max_length: tokens that the model must be able to take.
-        new_head: whether the classifier may be absent, or of other classes; it is then random.
-        dropout: instead of the model's own.
+        folder: with config.json, weights, and vocab.txt or tokenizer.json.
+        max_length: number of tokens that the model must accept.
+        new_head: initialize the classifier if it is missing or has other classes.
 
     Raises:
-        UserError: a file is missing or damaged, the model is not a BERT, or the files do not fit
-            together.
+        UserError: files are missing or damaged, or belong to another kind of model.
     """
-    _check_files(folder)
-    logging.set_verbosity_error()  # what matters is checked below, and reported in one line
-    logging.disable_progress_bar()
-    changes: dict[str, Any] = {"id2label": ID2LABEL, "label2id": LABEL2ID} if new_head else {}
-    if dropout is not None:
-        changes |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    logging.set_verbosity_error()  # warnings about missing weights, which are checked below
+    files = {path.name: path for path in folder.glob("*") if path.is_file()}
+    needs = f"--model {folder} must contain config.json, weights, and vocab.txt or tokenizer.json"
+    if not files.keys() & {"vocab.txt", "tokenizer.json"}:
+        raise UserError(f"{needs} of a BERT")
+    for path in files.values():
+        refuse_lfs_pointer(path)
     try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
-        if kind != "bert":
-            raise UserError(f"--model {folder} is of the type {kind}, not a BERT")
-        config = BertConfig.from_pretrained(folder, **LOCAL, **changes)
-        tokenizer = BertTokenizer.from_pretrained(folder, **LOCAL)
-        loaded: Any = BertForSequenceClassification.from_pretrained(
+        kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
+        if kind != "bert":  # folders of 2018 and 2019 do not name it
+            raise UserError(f"--model {folder} contains a {kind}; use a BERT")
+        config = BertConfig.from_pretrained(folder, **(LABELS if new_head else {}))
+        tokenizer = BertTokenizer.from_pretrained(folder)
+        found: Any = BertForSequenceClassification.from_pretrained(
             folder,
             config=config,
-            use_safetensors=True,
-            attn_implementation="sdpa",  # eager would add the Boolean mask as numbers
-            dtype=torch.float32,  # not the file's: a model saved in float16 would train in float16
+            dtype=torch.float32,  # even if the file has float16, in which training diverges
+            local_files_only=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **LOCAL,
         )
-    except (OSError, ValueError, RuntimeError, AttributeError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--model {folder} cannot be loaded ({reason})") from None
-    model, about = loaded
-    # Without this save_pretrained writes the names that the file had, as LayerNorm.gamma, and the
-    # Trainer, which reads by today's names, passes over them when it takes the best model.
-    model._weight_conversions = None
-    absent = sorted({*about["missing_keys"], *(entry[0] for entry in about["mismatched_keys"])})
-    _check_parts(folder, config, tokenizer, max_length)
-    _check_tensors(folder, [name for name in absent if not (new_head and name.startswith(HEAD))])
-    return model.train(), tokenizer
-
-
-def _check_files(folder: Path) -> None:
-    if not (folder / "config.json").is_file():
-        raise UserError(f"--model {folder}: no config.json there; give the local folder of a BERT")
-    if not any((folder / name).is_file() for name in WEIGHTS):
-        pickled = (folder / "pytorch_model.bin").is_file()
+    except (OSError, EOFError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise UserError(f"{needs}; one is missing or damaged ({type(error).__name__})") from None
+    loaded, info = found
+    missing = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
+    head = ("classifier.", "bert.pooler.") if new_head else ()
+    if missing := [name for name in missing if not name.startswith(head)]:
+        raise UserError(f"--model {folder} is no complete BERT: its weights lack {min(missing)}")
+    if any(parameter.isnan().any() for parameter in loaded.parameters()):
+        raise UserError(f"--model {folder} contains NaN; use weights from before they diverged")
+    rows, positions = config.vocab_size, config.max_position_embeddings
+    if len(tokenizer) > rows or max_length > positions:  # embeddings may be padded
         raise UserError(
-            f"--model {folder}: no model.safetensors there"
-            + (f"; pickled weights are not read, convert them by {CONVERT}" if pickled else "")
+            f"--model {folder} has embeddings for {rows} tokens and {positions} positions; "
+            f"its vocabulary has {len(tokenizer)} tokens, --max-length is {max_length}"
         )
-    if not any((folder / name).is_file() for name in VOCABULARY):
-        raise UserError(f"--model {folder}: no vocabulary there ({' or '.join(VOCABULARY)})")
+    # `loaded` would be saved with the names of its file (LayerNorm.gamma), which no
+    # load_state_dict finds.
+    model = BertForSequenceClassification(config)
+    model.load_state_dict(loaded.state_dict())
+    return model, tokenizer
 
 
-def _check_parts(
-    folder: Path, config: BertConfig, tokenizer: BertTokenizer, max_length: int | None
-) -> None:
-    """Check that tokenizer and model belong together, and that the model takes long texts."""
-    pads = {tokenizer.pad_token_id, config.pad_token_id}
-    if len(tokenizer) != config.vocab_size or pads != {PAD}:
-        raise UserError(
-            f"--model {folder}: its tokenizer has {len(tokenizer):,} tokens and [PAD] = "
-            f"{tokenizer.pad_token_id}, its model {config.vocab_size:,} and "
-            f"{config.pad_token_id}: they are not of one model"
-        )
-    if (max_length or 0) > config.max_position_embeddings:
-        most = config.max_position_embeddings
-        raise UserError(
-            f"--max-length {max_length}: the model in {folder} takes at most {most} tokens"
-        )
+def small(
+    texts: Sequence[str], max_length: int
+) -> tuple[BertForSequenceClassification, BertTokenizer]:
+    """Build a BERT of two layers, whose tokens are the characters of the texts.
 
-
-def _check_tensors(folder: Path, missing: list[str]) -> None:
-    if missing:
-        raise UserError(
-            f"--model {folder}: {len(missing)} tensor(s) of its config.json are not in its "
-            f"weights, or of other shapes ({missing[0]}, ...)"
-        )
-
-
-def save(folder: Path, bert: BertForSequenceClassification, tokenizer: BertTokenizer) -> None:
-    """Write the folder that `from_pretrained` and `pipeline` load, each file atomically.
-
-    Raises:
-        UserError: a file cannot be written; the one before stays as it was.
+    WordPiece writes a word as its first character c and the others ##c, or as [UNK] if one of them
+    is no token. The words come from the rules of the tokenizer itself: Chinese characters are
+    words, Korean and Japanese ones and emoji are not.
     """
-    logging.disable_progress_bar()  # of one file
-    with tempfile.TemporaryDirectory() as temporary:
-        bert.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        for file in sorted(Path(temporary).iterdir()):
-            write_atomically(folder / file.name, file.read_bytes())
+    rules = BertTokenizer(strip_accents=False).backend_tokenizer  # True decomposes 한 and が
+    characters, inside = set[str](), set[str]()
+    for text in texts:
+        for word, _ in rules.pre_tokenizer.pre_tokenize_str(rules.normalizer.normalize_str(text)):
+            characters.update(word)
+            inside.update(word if len(word) > 1 else "")
+    tokens = SPECIAL_TOKENS + sorted(characters) + [f"##{c}" for c in sorted(inside)]
+    numbers = {token: number for number, token in enumerate(tokens)}
+    tokenizer = BertTokenizer(numbers, strip_accents=False, model_max_length=max_length)
+    config = BertConfig(
+        vocab_size=len(tokens),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=512,
+        max_position_embeddings=max_length,
+        hidden_dropout_prob=0.0,  # drawing the masks would take a fifth of the time
+        attention_probs_dropout_prob=0.0,
+        **LABELS,
+    )
+    return BertForSequenceClassification(config), tokenizer

@@ -1,124 +1,120 @@
-"""bert_dp: train BERT on Chinese hotel reviews with `nn.DataParallel`, the loop written out.
+"""bert_dp: train BERT on Chinese hotel reviews with `nn.DataParallel`; the reviews are in data.py.
 
-    python -m examples.bert_dp                                        # the shipped reviews, seconds
-    python -m examples.bert_dp --csv ChnSentiCorp_htl_all.csv         # columns: label, review
-    python -m examples.bert_dp --csv FILE --vocab vocab.txt           # a real BERT's vocabulary
-    python -m examples.bert_dp --csv FILE --model bert-base-chinese   # fine-tune a local folder
-    CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp               # DataParallel over these two
-    python -m examples.bert_dp --replicas 2                           # DataParallel on a CPU
-    torchrun --nproc-per-node 2 -m examples.bert_dp                   # one device per process
+    python -m examples.bert_dp                                 # 316 shipped reviews
+    python -m examples.bert_dp --csv FILE --model bert-base-chinese --epochs 3
+    CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp        # on these two devices
+    torchrun --nproc-per-node 2 -m examples.bert_dp            # one device per process
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
-                                                      # DataParallel in each of two nodes
 
-With any number of devices and processes, the training is the same up to rounding.
+In each step, DataParallel copies the model to all devices of a process, splits the batch into
+chunks, runs them in threads, and gathers the outputs on the first device. A CPU is one device.
 """
 
-import runpy
+import os
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import get_linear_schedule_with_warmup
+from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
 
-from common.data.samplers import Shard
-from common.launch.collectives import all_reduce_mean
-from common.launch.device import choose_device
-from common.launch.place import Place
-from common.launch.record import record
-from common.launch.rendezvous import JOB
-from common.launch.spawn import launch
-from common.train.evaluate import evaluate
-from common.train.replicas import Replicas
-from common.train.run import Run
-from examples.bert_dp.args import Args
-from examples.bert_dp.classifier import Classifier, in_words, local_devices
-from examples.bert_dp.data import load_data
-from examples.bert_dp.fast_bert import FastClassifier
-from examples.bert_dp.model import save
-from examples.bert_dp.tokens import LengthSampler
+from common.checkpoint import load_weights
+from common.ddp import all_reduce_mean
+from common.evaluate import evaluate, write_predictions
+from common.rank import init_distributed, local_batch_size, print0, record
+from common.run import Run
 
-PADDING = -100  # a label that cross_entropy ignores
+from .args import Args
+from .data import ID2LABEL, Reviews, collate, split
+from .model import build
 
 
-def main(place: Place, args: Args) -> None:
-    """Start a process per rank: one per node with all its devices, or one per device."""
-    launch(main_worker, place, args)
+class Classifier(nn.Module):
+    """BERT with one input. DataParallel calls it in one thread per device."""
+
+    def __init__(self, bert: nn.Module, pad: int, autocast: torch.autocast) -> None:
+        super().__init__()
+        self.bert, self.pad, self.autocast = bert, pad, autocast
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits [B, 2] for token IDs [B, L], padded with `pad`."""
+        # This mask broadcasts over [B, heads, queries, keys]. Given a mask [B, L], transformers
+        # would ask the device whether anything is padding, and the host would wait.
+        mask = (ids != self.pad)[:, None, None, :]
+        with self.autocast:  # entered here, because threads do not inherit the caller's dtype
+            return self.bert(input_ids=ids, attention_mask=mask).logits.float()
 
 
-@record
-def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """Become a rank and train."""
-    place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, ... as torchrun sets them
-    device, backend = choose_device(args.launch, local_rank)
-    bound = device if device.type == "cuda" else None  # nccl connects now, not in the first step
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience, device_id=bound)
-    train(args, device)
+def main(args: Args) -> None:
+    """Start the ranks of this machine, unless torchrun or srun started them."""
+    mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
+
+
+@record  # prints one line per error and job; the exit code says what happened
+def main_worker(local_rank: int, args: Args) -> None:
+    """Train on one rank, on all its devices."""
+    device = init_distributed(args, local_rank)
+    rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+    reviews = Reviews(args.csv)
+    train_set, validation_set = split(reviews, args.seed)
+    for text, label in (train_set[i] for i in range(5)):
+        print0(f"{ID2LABEL[label]}  {text[:36]}")
+    texts = [text for text, _ in train_set]
+    torch.manual_seed(args.seed)  # all ranks draw the same parameters
+    bert, tokenizer = build(args.model, texts, args.max_length)
+    bert.to(device).train()
+    torch.manual_seed(args.seed + rank)  # but different dropout
+    sampler = DistributedLengthGroupedSampler(  # batches of similar lengths need little padding
+        args.batch_size, lengths=[len(t) for t in texts], seed=args.seed, drop_last=True
+    )
+    batch_size = local_batch_size(args.batch_size, world_size)
+    options: Any = {"num_workers": args.workers, "pin_memory": cuda}
+    options["collate_fn"] = partial(collate, tokenizer, args.max_length)
+    loader = DataLoader(train_set, batch_size, sampler=sampler, drop_last=True, **options)
+    in_order = DistributedSampler(validation_set, shuffle=False)
+    validation_loader = DataLoader(validation_set, 64, sampler=in_order, **options)
+    optimizer = AdamW(bert.parameters(), args.peak_lr, weight_decay=0.01, fused=True)
+    steps = args.epochs * len(loader)
+    scheduler = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
+    device_ids = [device.index]
+    if cuda and os.environ["LOCAL_WORLD_SIZE"] == "1":  # no other rank needs the other devices
+        device_ids = list(range(torch.cuda.device_count()))
+    parts: Any = {"model": bert, "optimizer": optimizer, "scheduler": scheduler}
+    names = list(ID2LABEL.values())
+    run = Run(args, device, reviews.about, about={"classes": names}, **parts)
+    classifier = Classifier(bert, tokenizer.pad_token_id, run.autocast)
+    parallel = nn.DataParallel(classifier, device_ids) if cuda else classifier
+
+    for epoch in run.epochs(args.epochs):
+        sampler.set_epoch(epoch)  # without this, every epoch has the same order
+        for ids, labels in run.steps(loader):  # [B / W, L], [B / W]
+            ids, labels = (x.to(device, non_blocking=True) for x in (ids, labels))
+            logits = parallel(ids)  # [B / W, 2], on the first device
+            # A loss inside the model would be a mean per device, and the mean of those is not that
+            # of the batch if chunks differ: 4 devices split 5 reviews into 2, 2 and 1.
+            loss = F.cross_entropy(logits, labels)
+            optimizer.zero_grad()
+            loss.backward()  # adds up the gradients of the replicas in `bert`
+            if world_size > 1:  # DistributedDataParallel cannot wrap a DataParallel
+                all_reduce_mean(p.grad for p in bert.parameters() if p.grad is not None)
+            nn.utils.clip_grad_norm_(bert.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            run.log(loss)
+        evaluation = evaluate(parallel, validation_loader, len(validation_set), nullcontext())
+        if run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"]):
+            columns = reviews.columns(validation_set.indices)
+            write_predictions(args.out / "predictions.csv", names, evaluation, **columns)
+    run.finish(bert, device_ids=device_ids)
+    if rank == 0:  # the best model, for predict.py, from_pretrained and pipeline
+        bert.load_state_dict(load_weights(args.out / "best.safetensors")[0])
+        bert.save_pretrained(args.out / "model")  # it is parallel.module.bert
+        tokenizer.save_pretrained(args.out / "model")
     dist.destroy_process_group()
-
-
-def train(args: Args, device: torch.device) -> None:
-    """Train and evaluate. Every rank calls this; each has its own share of every batch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed)  # the same parameters on all ranks: nobody broadcasts them
-    data = load_data(args.text, args.seed)
-    torch.manual_seed(args.seed + rank)  # but each its own dropout
-
-    epochs = args.epochs or args.text.default_epochs
-    settings = {"epochs": epochs, **args.text.chosen}
-    with Run(args, device, data, settings=settings, unit="reviews") as run:
-        kind = FastClassifier if args.fast else Classifier
-        mask = (args.mask, data.tokenizer.mask_token_id)
-        model = run.prepare(kind(data.bert, run.autocast, *mask))
-        devices = local_devices(args.launch, device, args.replicas)
-        run.print0(in_words(devices, args.batch_size // world_size))
-        wrap = nn.DataParallel if device.type == "cuda" else Replicas  # torch's needs CUDA
-        parallel = wrap(model, devices) if devices else model
-
-        sampler = LengthSampler(data.train.lengths, args.batch_size, args.seed)
-        loader = DataLoader(
-            data.train, batch_sampler=sampler, collate_fn=tuple, pin_memory=device.type == "cuda"
-        )
-        shard = Shard(len(data.validation))  # this rank's reviews, not shuffled
-        size = 64 * max(1, len(devices))
-        validation = DataLoader(data.validation, size, sampler=shard, collate_fn=tuple)
-
-        steps, lr = epochs * len(loader), args.text.learning_rate
-        decay = args.text.weight_decay
-        optimizer = torch.optim.AdamW(model.parameters(), lr, weight_decay=decay, fused=True)
-        scheduler = LambdaLR(optimizer, partial(args.text.factor, steps=steps))
-        run.resume(model=data.bert, optimizer=optimizer, scheduler=scheduler)
-        save_best = partial(save, args.out / "model", data.bert, data.tokenizer)
-
-        for epoch in run.epochs(epochs):
-            sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            for ids, labels in run.steps(loader):  # [B, L], [B]
-                batch_samples, local_samples = run.batch_share()
-                labels[local_samples:] = PADDING
-                # One sum per replica. The mean of the replicas' means would be another loss where
-                # their shares differ: of 5 reviews, 4 devices get 2, 2 and 1.
-                ids, labels = (x.to(device, non_blocking=True) for x in (ids, labels))
-                sums = parallel(ids, labels)  # [replicas]
-                loss = sums.sum() * world_size / batch_samples  # averaged over the ranks below
-                optimizer.zero_grad()
-                run.scaler.scale(loss).backward()  # adds up the gradients of the replicas
-                # DistributedDataParallel cannot wrap a DataParallel: the ranks average by hand.
-                all_reduce_mean(parameter.grad for parameter in model.parameters())
-                run.scaler.unscale_(optimizer)
-                clip_grad_norm_(model.parameters(), 1.0)
-                run.scaler.step(optimizer)
-                run.scaler.update()
-                scheduler.step()
-                run.log(loss)
-            evaluation = evaluate(parallel, validation, 2, run.autocast)
-            run.end_epoch(evaluation, save_best=save_best)
-        run.print0(
-            f"best model: {args.out / 'model'}, for from_pretrained and examples.bert_dp.predict"
-        )
-        run.finish()
-
-
-if __name__ == "__main__":  # the same as python -m examples.bert_dp
-    runpy.run_module("examples.bert_dp", run_name="__main__")

@@ -1,106 +1,91 @@
-"""bert_dp: train on the same reviews by the Hugging Face `Trainer`, as its documentation has it.
+"""bert_dp with the Hugging Face Trainer.
 
-The Trainer chooses the parallelism itself: DataParallel over the CUDA devices that one process
-sees, DistributedDataParallel for several processes. `trainer_robust.py` is this program with exact
-resuming, checked checkpoints, and a common last step after a signal.
+    python -m examples.bert_dp.trainer
+    python -m examples.bert_dp.trainer --csv FILE --model bert-base-chinese --epochs 3
+    CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp.trainer
+    torchrun --nproc-per-node 2 -m examples.bert_dp.trainer
 
-    python -m examples.bert_dp.trainer                                       # the shipped reviews
-    python -m examples.bert_dp.trainer --csv FILE --model bert-base-chinese  # a local folder
-    CUDA_VISIBLE_DEVICES=0,1 python -m examples.bert_dp.trainer              # DataParallel
-    torchrun --nproc-per-node 2 -m examples.bert_dp.trainer                  # DDP
+The Trainer uses DataParallel on all GPUs of a process that is alone, else DistributedDataParallel.
 """
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
-from common.launch.args import start
-from common.launch.place import Place
-from common.launch.record import record
-from common.launch.spawn import launch
-from common.train.amp import MixedPrecision
-from common.train.log import Log
-from common.train.profile import Profile
-from examples.bert_dp.args import TrainerArgs
-from examples.bert_dp.data import load_data
-from examples.bert_dp.trainer_setup import ProfileCallback, device_batch, join, samples
+from .args import TextArgs, run
+from .data import Reviews, split
+from .model import build
 
 
-def main(place: Place, args: TrainerArgs) -> None:
-    """Start a process per rank."""
-    launch(main_worker, place, args)
+@dataclass(frozen=True)
+class Args(TextArgs):
+    """Classify hotel reviews with the Hugging Face Trainer."""
 
-
-@record
-def main_worker(local_rank: int, place: Place, args: TrainerArgs) -> None:
-    """Become a rank and train."""
-    train(args, join(local_rank, place))
-    dist.destroy_process_group()
+    epochs: int = 16
+    """Passes over the training reviews; a pretrained BERT needs 3."""
+    seed: int = 0
+    """Seed of split, parameters and sample order."""
+    out: Path = Path("runs/bert_dp_trainer")
+    """Folder for checkpoints and the best model."""
+    resume: bool = False
+    """Continue from the newest checkpoint in --out."""
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
-    """Accuracy and F1 of the whole validation set, from its logits [N, 2] and labels [N]."""
+    """Return accuracy and F1 of logits [N, 2] and labels [N]."""
     logits, labels = prediction
     classes = logits.argmax(axis=1)
-    f1 = f1_score(labels, classes, average="macro")
-    return {"accuracy": float(accuracy_score(labels, classes)), "f1": float(f1)}
+    return {"accuracy": accuracy_score(labels, classes), "f1": f1_score(labels, classes)}
 
 
-def training_arguments(
-    args: TrainerArgs, device: torch.device, kind: Any = TrainingArguments, **more: Any
-) -> TrainingArguments:
-    """The Trainer's arguments; those that are not named have its defaults."""
-    precision = MixedPrecision(args.amp, device).name
-    return kind(
+def train(args: Args) -> None:
+    """Train, evaluate after each epoch, and keep the best model."""
+    reviews = Reviews(args.csv)
+    train_set, validation_set = split(reviews, args.seed)
+    set_seed(args.seed)
+    bert, tokenizer = build(args.model, [text for text, _ in train_set], args.max_length)
+    limit = {"truncation": True, "max_length": args.max_length}
+    tokenized = [
+        [{**tokenizer(text, **limit), "label": label} for text, label in part]
+        for part in (train_set, validation_set)
+    ]
+    arguments = TrainingArguments(
         output_dir=str(args.out / "checkpoints"),
-        num_train_epochs=args.epochs or args.text.default_epochs,
-        per_device_train_batch_size=device_batch(args.batch_size, device),
-        per_device_eval_batch_size=args.eval_batch_size,
-        logging_steps=args.logging_steps,
+        num_train_epochs=args.epochs,
+        per_device_train_batch_size=64,
+        per_device_eval_batch_size=128,
+        logging_steps=10,
         eval_strategy="epoch",
         save_strategy="epoch",
-        save_total_limit=args.save_total_limit,
-        learning_rate=args.text.learning_rate,
-        weight_decay=args.text.weight_decay,
-        warmup_steps=args.text.warmup,  # below 1: a share of all steps
+        save_total_limit=3,
+        learning_rate=args.peak_lr,
+        weight_decay=0.01,
         metric_for_best_model="f1",
         load_best_model_at_end=True,
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
-        use_cpu=device.type == "cpu",
-        dataloader_pin_memory=device.type == "cuda",
-        ddp_find_unused_parameters=False,  # all are used: the search costs time, and warns
-        # BERT's loss is a mean already: the Trainer would multiply it by the number of processes.
-        average_tokens_across_devices=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        average_tokens_across_devices=False,  # else a mean loss is multiplied by the processes
         report_to="none",
         seed=args.seed,
-        **more,
     )
-
-
-def train(args: TrainerArgs, device: torch.device) -> None:
-    """Train, evaluate after every epoch, keep the best model. Every rank calls this."""
-    set_seed(args.seed)
-    data = load_data(args.text, args.seed)
     trainer = Trainer(
-        model=data.bert,
-        args=training_arguments(args, device),
-        train_dataset=samples(data.train),
-        eval_dataset=samples(data.validation),
-        data_collator=DataCollatorWithPadding(data.tokenizer),
-        processing_class=data.tokenizer,
+        bert,
+        arguments,
+        DataCollatorWithPadding(tokenizer),
+        *tokenized,
+        processing_class=tokenizer,
         compute_metrics=compute_metrics,
     )
-    with Profile(args.watch.profile, Log(args.out, dist.get_rank() == 0), device) as profile:
-        trainer.add_callback(ProfileCallback(trainer, profile))
-        trainer.train()
-    trainer.save_model(str(args.out / "model"))  # the best one, which has been loaded
-    trainer.save_metrics("eval", trainer.evaluate())  # eval_results.json
-    trainer.save_state()  # losses and metrics by step: trainer_state.json
+    print(f"{reviews.about}; {arguments.n_gpu} GPU(s) in this process")
+    checkpoint = get_last_checkpoint(arguments.output_dir) if args.resume else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(str(args.out / "model"))  # the best one, which is loaded at the end
+    trainer.save_metrics("eval", trainer.evaluate())
 
 
 if __name__ == "__main__":
-    start(TrainerArgs, "examples.bert_dp.trainer:main")
+    run(train, Args)

@@ -1,0 +1,1 @@
+"""Programs beside the subject of bert_dp."""
