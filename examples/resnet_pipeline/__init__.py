@@ -1,1 +1,1 @@
-"""Model parallelism: a ResNet cut into stages that work at the same time on micro-batches."""
+"""A ResNet cut into stages, one per process, which work on different micro-batches."""

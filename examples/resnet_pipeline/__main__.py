@@ -1,7 +1,8 @@
-"""`python -m examples.resnet_pipeline`: flags are checked before torch is imported."""
+"""`python -m examples.resnet_pipeline`: the flags are read before torch is imported."""
 
-from common.launch.args import start
-from examples.resnet_pipeline.args import Args
+from common.launch import start
+
+from .args import Args
 
 if __name__ == "__main__":
-    start(Args, "examples.resnet_pipeline.train:main")
+    start(Args, f"{__package__}.train")

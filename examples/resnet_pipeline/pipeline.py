@@ -1,213 +1,245 @@
-"""Runs a schedule by hand: one process of a pipeline, over point-to-point messages.
+"""Pipeline parallelism: one process per stage, each working on a different micro-batch.
 
-Messages travel during the computation: each is expected a few operations before its turn, and sent
-without waiting for its arrival. Between two stages of one process nothing is sent.
+A model is cut into P stages and a batch into M micro-batches. A stage executes a list of actions:
+F2 is the forward of micro-batch 2, whose activations go to the next stage; B2 is its backward,
+whose gradient goes to the previous stage. Each rank computes its list from (stage, P, M) alone, so
+the ranks need not agree on anything. A column is a unit of time, a dot is idle. P = 3, M = 4:
+
+    GPipe (https://arxiv.org/abs/1811.06965): all forwards, then all backwards
+
+        stage 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+        stage 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+        stage 2   .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+
+    1F1B (https://arxiv.org/abs/1806.03377): each backward as soon as its gradient can arrive
+
+        stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+        stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+        stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+Time: in both, a stage works for 2 M columns and waits for 2 (P - 1). The idle fraction, called the
+bubble, is (P - 1) / (M + P - 1): more micro-batches shrink it. They also make each matrix product
+smaller and therefore less efficient, so the best M has to be measured.
+
+Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps those of all
+M. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards before B0. M can then
+grow without more memory.
+
+Both add up the same gradients in the order of the micro-batches. A step therefore trains the same
+model as the un-split network that accumulates gradients over micro-batches.
 """
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from examples.resnet_pipeline.grid import Grid
-from examples.resnet_pipeline.messages import Message, receive, send
-from examples.resnet_pipeline.model import Stage
-from examples.resnet_pipeline.operations import operations
-from examples.resnet_pipeline.partition import Partition
-from examples.resnet_pipeline.schedule import Op
-from examples.resnet_pipeline.split_backward import (
-    Call,
-    Half,
-    backward_of_inputs,
-    backward_of_weights,
-    recorded,
-)
-from examples.resnet_pipeline.timeline import Timeline
-
-AHEAD = 3  # operations whose messages are expected before their turn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
-class Pipeline:
-    """One process of a pipeline.
+class Action(NamedTuple):
+    """The forward (F) or backward (B) of a micro-batch."""
+
+    kind: str
+    micro: int
+
+
+def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return the actions of a stage: all forwards, then all backwards."""
+    return [Action(kind, micro) for kind in "FB" for micro in range(micro_batches)]
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return the actions of a stage: a forward per later stage, then F and B in turn."""
+    ahead = min(stages - 1 - stage, micro_batches)
+    actions = [Action("F", micro) for micro in range(ahead)]
+    for micro in range(ahead, micro_batches):
+        actions += [Action("F", micro), Action("B", micro - ahead)]
+    return actions + [Action("B", micro) for micro in range(micro_batches - ahead, micro_batches)]
+
+
+def make_mesh(device_type: str, stages: int, timeout: float) -> DeviceMesh:
+    """Arrange the ranks as [dp, pp]: rank d * P + s has stage s of replica d. All ranks call this.
+
+    `init_device_mesh(device_type, (D, P), mesh_dim_names=("dp", "pp"))` does the same, but in its
+    groups a rank waits for another one for up to 30 minutes.
 
     Args:
-        stages: this process's stages of the model, by their index.
-        grid: this process's place.
-        partition: says what a stage receives, and how long each takes.
-        owners: the process of the pipeline that holds each stage.
-        criterion: sums the loss of logits [B, classes] and labels [B] over the samples.
-        schedule: name of the schedule.
-        timeline: records what is computed when.
+        device_type: cpu or cuda.
+        stages: P; it must divide the number of ranks.
+        timeout: longest wait for another rank, in seconds.
+    """
+    ranks = torch.arange(dist.get_world_size()).view(-1, stages)
+    groups = [new_group(rows, timeout) for rows in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=("dp", "pp"))
+
+
+def new_group(rows: Tensor, timeout: float) -> dist.ProcessGroup:
+    """Make a process group of each row of ranks; return that of this rank. All ranks call this."""
+    group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timedelta(seconds=timeout))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class Pipeline(nn.Module):
+    """One stage of a pipeline, and its messages to the stages before and after.
+
+    Args:
+        stage: the layers of this rank, a module from one tensor to one tensor.
+        mesh: from `make_mesh`.
+        schedule: gpipe or one_forward_one_backward.
+        micro_batches: M; their sizes differ by at most one sample.
+        timeout: longest wait for a message, in seconds.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Stage],
-        grid: Grid,
-        partition: Partition,
-        owners: Sequence[int],
-        criterion: Callable[[Tensor, Tensor], Tensor],
-        schedule: str,
-        timeline: Timeline,
+        stage: nn.Module,
+        mesh: DeviceMesh,
+        schedule: Callable[[int, int, int], list[Action]],
+        micro_batches: int,
+        timeout: float,
     ) -> None:
-        self.stages, self.grid, self.partition = stages, grid, partition
-        self.owners, self.criterion, self.timeline = owners, criterion, timeline
-        self.schedule = schedule
-        self.seconds = tuple(stage.seconds for stage in partition.stages)
-        self.final = len(partition.stages) - 1  # computes the loss
-        self.most_kept = 0  # micro-batches whose activations were kept at the same time
+        super().__init__()
+        self.stage, self.micro_batches = stage, micro_batches
+        self.index, self.stages = mesh.get_local_rank("pp"), mesh.size(1)
+        self.first, self.last = self.index == 0, self.index == self.stages - 1
+        self.actions = schedule(self.index, self.stages, micro_batches)
+        # Activations and gradients have a group each. Within a group, NCCL executes the messages of
+        # a rank in the order of its calls: if two neighbors both began by sending, one of them an
+        # activation and the other a gradient, they would wait for each other forever.
+        self.activations, self.gradients = mesh.get_group("pp"), new_group(mesh.mesh, timeout)
+        self.device = next(stage.parameters()).device
+        # gloo cannot send CUDA tensors; without NCCL, messages are copied through host memory.
+        nccl = "nccl" in dist.get_backend_config(self.activations)
+        self.message_device = self.device if nccl else torch.device("cpu")
+        self.announced = False  # True after the next stage has the shape of this stage's outputs
+        self.announcement: list[Any] = []  # shape and type of the inputs, from the previous stage
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, from F to B
+        self.sending: dict[Action, tuple[dist.Work, Tensor]] = {}
 
-    def step(self, images: Tensor, labels: Tensor, sizes: Sequence[int], samples: float) -> Tensor:
-        """Forward and backward of one batch; gradients are added to those of the parameters.
+    def step(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Run forward and backward of a batch; add the gradients of its mean loss to `.grad`.
 
         Every rank of the pipeline calls this.
 
         Args:
-            images: [B, 3, H, W] for the first stage; other processes do not read them.
-            labels: [B] for the last stage; other processes do not read them.
-            sizes: samples of each micro-batch; they add up to B and need not be equal.
-            samples: what the summed loss is divided by.
+            images: [B, 3, H, W]; only the first stage reads them.
+            labels: [B]; only the last stage reads more than their number.
 
         Returns:
-            The loss on the process with the last stage, 0 on the others.
-
-        Raises:
-            Lost: a neighbouring process ended, or was silent for longer than the timeout.
+            The mean loss of the batch on the last stage, 0 on the other stages.
         """
-        self.sizes, self.samples = sizes, samples
-        self.loss = torch.zeros((), device=self.grid.device)
-        self.images = images.split(list(sizes)) if 0 in self.stages else ()
-        self.labels = labels.split(list(sizes)) if self.final in self.stages else ()
-        self.arriving: dict[Op, Message] = {}
-        self.leaving: dict[Op, Message] = {}
-        self.here: dict[Op, Tensor] = {}  # what needs no message
-        # By stage and micro-batch: its input, its output and the layers between; then what the
-        # second half of a split backward pass needs.
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, list[Call]]] = {}
-        self.halves: dict[tuple[int, int], list[Half]] = {}
-        everywhere = operations(self.schedule, self.grid.pp_size, len(sizes), self.seconds)
-        ops = everywhere[self.grid.pp_rank]
-        self.split = any(op.kind == "W" for op in ops)
-        # One autocast for the step: weights are cast once, not for each micro-batch.
-        with self.stages[ops[0].stage].amp.autocast():
-            for position, op in enumerate(ops):
-                for coming in ops[position : position + AHEAD]:
-                    self.expect(coming)
-                if op.kind == "F":
-                    self.forward(op)
-                elif op.kind == "W":
-                    self.backward_weights(op)
-                else:
-                    self.backward(op)
-        for op in list(self.leaving):
-            self.finish_sending(op)
+        self.images = images.tensor_split(self.micro_batches)  # 10 into 4: 3, 3, 2, 2
+        self.labels, self.samples = labels.tensor_split(self.micro_batches), len(labels)
+        self.loss = torch.zeros((), device=self.device)
+        for action in self.actions:
+            self.execute(action)
+        self.finish_sending(*self.sending)
         return self.loss
 
-    def forward(self, op: Op) -> None:
-        """Compute the activations of a micro-batch and send them on."""
-        x = self.received(op).requires_grad_() if op.stage else self.images[op.micro]
-        stage = self.stages[op.stage]
-        noting = recorded(stage) if self.split else contextlib.nullcontext([])
-        with self.timeline.record(op.kind, op.micro, op.stage), noting as calls:
-            y = stage(x)
-            if op.stage == self.final:
-                y = self.criterion(y.float(), self.labels[op.micro]) / self.samples
-                self.loss += y.detach()
-        self.kept[op.stage, op.micro] = x, y, calls
-        self.most_kept = max(self.most_kept, len(self.kept) + len(self.halves))
-        if op.stage < self.final:
-            self.send(op, y.detach())
-
-    def backward(self, op: Op) -> None:
-        """Compute the gradients of a micro-batch, and send that of the stage's input back.
-
-        In a split backward pass (I), those of the weights wait for `backward_weights`.
-        """
-        gradient = self.received(op) if op.stage < self.final else None
-        key = op.stage, op.micro
-        x, y, calls = self.kept.pop(key)
-        with self.timeline.record(op.kind, op.micro, op.stage), self.autocast_off():
-            if op.kind == "B":
-                y.backward(gradient)
-            else:
-                self.halves[key] = backward_of_inputs(self.stages[op.stage], calls, x, y, gradient)
-        if op.stage:
-            assert x.grad is not None
-            self.send(op, x.grad)
-        # These activations have arrived long ago: their gradient has come back.
-        self.finish_sending(op._replace(kind="F"))
-        # This bounds the memory of gradients on their way.
-        self.finish_sending(op._replace(micro=op.micro - 2))
-
-    def backward_weights(self, op: Op) -> None:
-        """Compute the gradients that `backward` has left for later."""
-        halves = self.halves.pop((op.stage, op.micro))
-        with self.timeline.record(op.kind, op.micro, op.stage), self.autocast_off():
-            backward_of_weights(halves)
-
-    def autocast_off(self) -> torch.autocast:
-        """Backward passes compute in the types of their forward pass."""
-        return torch.autocast(self.grid.device.type, enabled=False)
-
-    def expect(self, op: Op) -> None:
-        """Begin to receive what an operation needs from another stage.
-
-        For a forward these are activations [B, C, H, W], for a backward their gradient.
-        """
-        key = op.stage, op.micro
-        at_the_edge = op.kind == "W" or not 0 <= op.source <= self.final
-        shape_unknown = op.kind != "F" and key not in self.kept  # its forward comes first
-        if at_the_edge or op.source in self.stages or shape_unknown or op in self.arriving:
-            return
-        if op.kind == "F":
-            shape, dtype = self.partition.input(op.stage)
-            shape = (self.sizes[op.micro], *shape)
+    def execute(self, action: Action) -> None:
+        """Receive what an action needs, compute, and begin to send the result."""
+        kind, micro = action
+        if kind == "F":
+            x = self.images[micro] if self.first else self.receive(len(self.labels[micro]))
+            y = self.compute_forward(micro, x)
+            self.kept[micro] = x, y
+            if not self.last:
+                self.send(action, y.detach())
         else:
-            output = self.kept[key][1]
-            shape, dtype = output.shape, output.dtype
-        rank, group = self.link(op, op.source)
-        tag = self.tag(op.micro, op.stage)
-        self.arriving[op] = receive(shape, dtype, self.stages[op.stage], rank, group, tag)
+            x, y = self.kept.pop(micro)  # this backward frees the activations
+            self.compute_backward(micro, x, y, None if self.last else self.receive_gradient(y))
+            if not self.first:
+                assert x.grad is not None
+                self.send(action, x.grad)
+            # The next stage has the activations, since their gradient is back. Waiting for an
+            # earlier gradient bounds the memory of unsent ones.
+            self.finish_sending(Action("F", micro), Action("B", micro - 2))
 
-    def received(self, op: Op) -> Tensor:
-        """Wait for what an operation needs from another stage."""
-        if op in self.here:
-            return self.here.pop(op)
-        self.expect(op)
-        message = self.arriving.pop(op)
-        rank, _ = self.link(op, op.source)
-        with self.grid.watching(rank, f"waits for the input of {op.kind}{op.micro}"):
-            message.work.wait()
-        return message.tensor.to(self.grid.device)
+    def compute_forward(self, micro: int, x: Tensor) -> Tensor:
+        """Return the activations of a micro-batch, or its part of the loss on the last stage."""
+        y = self.stage(x)
+        if self.last:
+            # Divided by the size of the batch, not of the micro-batch: then the sum of the parts is
+            # the mean over the batch, even if micro-batches have unequal sizes.
+            y = F.cross_entropy(y.float(), self.labels[micro], reduction="sum") / self.samples
+            self.loss += y.detach()
+        return y
 
-    def send(self, op: Op, tensor: Tensor) -> None:
-        """Begin to send the result of an operation to the stage that needs it."""
-        if op.target in self.stages:
-            self.here[op._replace(stage=op.target)] = tensor
-            return
-        rank, group = self.link(op, op.target)
-        tag = self.tag(op.micro, op.target)
-        self.leaving[op] = send(tensor, self.stages[op.stage], rank, group, tag)
+    def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
+        """Add the gradients of a micro-batch to those of the parameters and to `x.grad`."""
+        with torch.autocast(self.device.type, enabled=False):  # backward has the types of forward
+            y.backward(gradient)
 
-    def link(self, op: Op, other: int) -> tuple[int, dist.ProcessGroup]:
-        """The process of another stage as a global rank, and the group for messages to or from it.
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """Compute logits [B, classes] on every stage, for evaluation; nothing is kept for backward.
+
+        Every rank of the pipeline calls this.
 
         Args:
-            op: what sends or receives.
-            other: the stage before its own, or the one after it.
+            images: [B, 3, H, W]; only the first stage reads more than their number.
         """
-        first, second = (self.owners[stage] for stage in sorted((op.stage, other)))
-        return self.grid.link("F" if op.kind == "F" else "B", first, second)
+        logits = list[Tensor]()
+        for micro, part in enumerate(images.tensor_split(min(self.micro_batches, len(images)))):
+            y = self.stage(part if self.first else self.receive(len(part)))
+            if self.last:
+                logits.append(y)
+            else:
+                self.send(Action("F", micro), y)
+        self.finish_sending(*self.sending)
+        shared = [torch.cat(logits).cpu() if self.last else torch.empty(0)]
+        dist.broadcast_object_list(shared, group=self.activations, group_src=self.stages - 1)
+        return shared[0].to(self.device)
 
-    def tag(self, micro: int, stage: int) -> int:
-        """Tells apart what a process sends to the stages of another."""
-        return micro * (self.final + 1) + stage
+    def send(self, action: Action, tensor: Tensor) -> None:
+        """Begin to send the result of an action; the next action computes meanwhile."""
+        forward = action.kind == "F"
+        group, stage = (self.activations, 1) if forward else (self.gradients, -1)
+        stage += self.index
+        message = to_message(tensor).to(self.message_device)
+        if forward and not self.announced:
+            self.announced = True
+            dist.send_object_list([message.shape[1:], message.dtype], group=group, group_dst=stage)
+        work = dist.isend(message, group=group, group_dst=stage)
+        assert work is not None
+        self.sending[action] = work, message  # keeps the memory until the message is sent
 
-    def finish_sending(self, op: Op) -> None:
-        """Wait until the result of an operation has been sent, and release it."""
-        if op in self.leaving:
-            rank, _ = self.link(op, op.target)
-            with self.grid.watching(rank, f"sends the result of {op.kind}{op.micro}"):
-                self.leaving.pop(op).work.wait()
+    def finish_sending(self, *actions: Action) -> None:
+        """Wait until the results of some actions are sent, and release their memory."""
+        for action in actions:
+            if action in self.sending:
+                self.sending.pop(action)[0].wait()
+
+    def receive(self, samples: int) -> Tensor:
+        """Wait for the activations [samples, ...] of the previous stage."""
+        group, stage = self.activations, self.index - 1
+        if not self.announcement:  # shape and type depend on the cuts and the precision
+            announcement: list[Any] = [None, None]
+            dist.recv_object_list(announcement, group=group, group_src=stage)
+            self.announcement = announcement
+        shape, dtype = self.announcement
+        message = torch.empty(samples, *shape, dtype=dtype, device=self.message_device)
+        dist.recv(message, group=group, group_src=stage)
+        # A leaf of the graph: backward ends here and leaves the gradient to be sent in `.grad`.
+        return from_message(message.to(self.device)).requires_grad_(torch.is_grad_enabled())
+
+    def receive_gradient(self, y: Tensor) -> Tensor:
+        """Wait for the gradient of activations, which the next stage computes."""
+        message = torch.empty_like(to_message(y.detach()), device=self.message_device)
+        dist.recv(message, group=self.gradients, group_src=self.index + 1)
+        return from_message(message.to(self.device))
+
+
+def to_message(x: Tensor) -> Tensor:
+    """Return a tensor as contiguous memory; channels_last images are not copied for that."""
+    return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).contiguous()
+
+
+def from_message(message: Tensor) -> Tensor:
+    """Return the tensor from which `to_message` made a message."""
+    return message.permute(0, 3, 1, 2) if message.dim() == 4 else message

@@ -1,145 +1,90 @@
-"""From flags to the stages of one process: measured, cut, and built as the un-split model is."""
+"""A ResNet as a row of blocks, cut into the stages of a pipeline."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torchvision.models import get_model
 
-from common.launch.collectives import print0
-from common.launch.errors import UserError
-from common.train.amp import MixedPrecision
-from common.train.weights import init_model
-from examples.resnet_pipeline.args import PipelineArgs
-from examples.resnet_pipeline.grid import Grid
-from examples.resnet_pipeline.model import PADDING, Stage, blocks, build
-from examples.resnet_pipeline.partition import Partition, make_partition
-from examples.resnet_pipeline.pipeline import Pipeline
-from examples.resnet_pipeline.schedule import micro_batch_sizes, stage_owners
-from examples.resnet_pipeline.timeline import Timeline
+from common.launch import UserError
+
+# GroupNorm normalizes each sample by itself. BatchNorm normalizes a micro-batch: the model then
+# depends on the number of micro-batches and replicas, though not on the number of stages.
+NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 
 
-@dataclass(frozen=True)
-class LocalStages:
-    """What a process holds of the model.
-
-    Attributes:
-        partition: the cut.
-        owners: the process of the pipeline that holds each stage.
-        stages: this process's stages, by their index.
-        full_model: the un-split model without memory (on the meta device).
-    """
-
-    partition: Partition
-    owners: list[int]
-    stages: dict[int, Stage]
-    full_model: nn.Module
-
-    @property
-    def modules(self) -> list[Stage]:
-        """This process's stages."""
-        return list(self.stages.values())
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of this process's stages."""
-        return [parameter for stage in self.modules for parameter in stage.parameters()]
-
-    def neighbours(self, stage: int, pp_rank: int) -> tuple[int, int]:
-        """The processes of the stages before and after a stage; its own at the model's ends."""
-        before = self.owners[stage - 1] if stage > 0 else pp_rank
-        after = self.owners[stage + 1] if stage + 1 < len(self.owners) else pp_rank
-        return before, after
-
-
-def build_local_stages(
-    args: PipelineArgs,
-    seed: int,
-    classes: int,
-    images: Tensor,
-    amp: MixedPrecision,
-    grid: Grid,
-) -> LocalStages:
-    """Decide where to cut and build this process's stages. Every rank calls this.
-
-    Every process draws the parameters of the full model and keeps its own, so the model is the
-    same wherever it is cut. (For a moment that needs the host memory of one full model.)
+def build(arch: str, classes: int, norm: str) -> nn.Module:
+    """Return the un-split model.
 
     Args:
-        args: what to build, and where to cut.
-        seed: of the parameters.
+        arch: a ResNet of torchvision.
         classes: number of classes.
-        images: a batch of one replica to measure with, [B, 3, H, W], on the device.
-        amp: device and precision.
-        grid: this process's place.
-
-    Raises:
-        UserError: flags that do not fit the model.
+        norm: group or batch.
     """
-    owners = stage_owners(args.schedule, grid.pp_size, args.engine)
-    if args.norm == "frozen" and args.init is None:
-        print0(
-            "warning: --norm frozen without --init: there are no statistics yet, "
-            "nothing is normalised"
-        )
-    sample = amp.move(build(args.arch, classes, args.norm))
-    micro_batch = images[: micro_batch_sizes(len(images), args.micro_batches)[0]]
-    partition = make_partition(sample, micro_batch, amp, len(owners), args.balance, args.cuts)
-    del sample
-    torch.manual_seed(seed)  # the same on all processes
-    model = build(args.arch, classes, args.norm)
-    if args.init is not None:
-        init_model(args.init, model)
-    row = blocks(model)
-    stages = {}
-    for index, part in enumerate(partition.ranges):
-        if owners[index] == grid.pp_rank:
-            stage = Stage(row[part.start : part.stop], amp, amp.compile, args.recompute)
-            stages[index] = amp.move(stage).train()
-    with torch.device("meta"):
-        full_model = build(args.arch, classes, args.norm)
-    return LocalStages(partition, owners, stages, full_model)
+    # Residual blocks that begin as identities train faster (https://arxiv.org/abs/1706.02677).
+    return get_model(arch, num_classes=classes, norm_layer=NORMS[norm], zero_init_residual=True)
 
 
-def check_batch_norm(args: PipelineArgs, smallest_batch: int, image_size: int) -> None:
-    """Check that BatchNorm has more than one value per channel to normalise over.
+def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[str]]:
+    """Return the names of the modules of each stage, in the order of the forward pass.
+
+    A cut is possible where a single tensor passes: before a residual block and before the head.
 
     Args:
-        args: the flags.
-        smallest_batch: the fewest samples that a replica gets in a step.
-        image_size: height and width of the images; 32 times as much as of the last activations.
+        model: the un-split model.
+        stages: number of stages.
+        cuts: first block of each later stage; default: equal numbers of residual blocks.
 
     Raises:
-        UserError: a micro-batch holds one sample, and its last activations are 1x1.
+        UserError: the model cannot be cut so.
     """
-    smallest = micro_batch_sizes(smallest_batch, args.micro_batches)[-1]
-    if args.norm == "batch" and smallest == 1 and image_size <= 32:
-        raise UserError(
-            f"--micro-batches {args.micro_batches}: BatchNorm cannot normalise over one value, and "
-            f"there is a micro-batch of one sample; use fewer micro-batches, another "
-            f"--batch-size, or --norm group"
-        )
+    row = [["conv1", "bn1", "relu", "maxpool"]]
+    for layer in ("layer1", "layer2", "layer3", "layer4"):
+        row += [[f"{layer}.{name}"] for name, _ in model.get_submodule(layer).named_children()]
+    row += [["avgpool", "fc"]]
+    firsts, residual = [block[0] for block in row], len(row) - 2
+    starts = [1 + residual * stage // stages for stage in range(1, stages)]
+    if cuts:
+        starts = [firsts.index(name) for name in cuts if name in firsts[1:]]
+        if len(cuts) != stages - 1 or len(starts) != len(cuts) or starts != sorted(set(starts)):
+            raise UserError(
+                f"--cuts {' '.join(cuts)} does not give {stages} stage(s); "
+                f"name {stages - 1} of these, in this order: {', '.join(firsts[1:])}"
+            )
+    elif stages > residual:
+        raise UserError(f"{stages} stages: the model has {residual} residual blocks; use fewer")
+    bounds = [0, *starts, len(row)]
+    return [sum(row[bounds[i] : bounds[i + 1]], []) for i in range(stages)]  # noqa: RUF017
 
 
-def make_pipeline(
-    args: PipelineArgs, local: LocalStages, grid: Grid, images: Sequence[int], timeline: Timeline
-) -> Any:
-    """The engine that `--engine` names: a `Pipeline`, or a `TorchPipeline` with the same `step`.
+class Stage(nn.Module):
+    """Consecutive modules of a ResNet; parameters keep their names in the un-split model.
 
     Args:
-        args: the flags.
-        local: this process's stages.
-        grid: this process's place.
-        images: shape of the local batch, (B, 3, H, W).
-        timeline: records what is computed when.
+        model: the un-split model.
+        names: of the modules.
     """
-    criterion = nn.CrossEntropyLoss(reduction="sum", ignore_index=PADDING)
-    stages, partition = local.stages, local.partition
-    if args.engine == "hand":
-        return Pipeline(stages, grid, partition, local.owners, criterion, args.schedule, timeline)
-    # Importing torch.distributed.pipelining takes 0.3 s.
-    from examples.resnet_pipeline.engine import TorchPipeline
 
-    count = len(micro_batch_sizes(images[0], args.micro_batches))
-    return TorchPipeline(stages, grid, partition, images, count, criterion, args.schedule, timeline)
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+        for name in names:
+            layer, _, leaf = name.rpartition(".")  # layer1.0 is module 0 of module layer1
+            if layer and not hasattr(self, layer):
+                self.add_module(layer, nn.Module())
+            self.get_submodule(layer).add_module(leaf, model.get_submodule(name))
+        self.to(memory_format=torch.channels_last)  # convolutions are faster, in bf16 by 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute activations [B, C, H', W'] or logits [B, classes] from [B, C, H, W]."""
+        for name in self.names:
+            x = self.get_submodule(name)(x.flatten(1) if name == "fc" else x)
+        return x
+
+
+def build_stage(
+    arch: str, classes: int, norm: str, stages: int, index: int, cuts: tuple[str, ...] = ()
+) -> Stage:
+    """Return a stage of the un-split model, which is in memory until then; see `build`, `cut`."""
+    model = build(arch, classes, norm)
+    return Stage(model, cut(model, stages, cuts)[index])

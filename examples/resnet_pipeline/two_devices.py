@@ -1,69 +1,123 @@
-"""A ResNet on two devices in one process, as textbooks write it: a module, and one backward.
+"""Put a model on two devices in one process: naively, then as a pipeline of micro-batches.
 
-`ModelParallelResNet` uses one device at a time: the second waits for the first one's output, and
-the first for the gradient. `PipelineParallelResNet` cuts the batch: while the second device works
-on one micro-batch, the first works on the next. That needs no threads on GPUs, where a call returns
-before the device has computed. On a CPU, where a call computes at once, nothing overlaps: there the
-threads of `two_halves.py` help.
+    python -m examples.resnet_pipeline.two_devices
+    python -m examples.resnet_pipeline.two_devices --batch-size 120 --split-size 20 --image-size 128
+
+In the naive form, one device waits while the other computes. `PipelineParallelResNet50` splits the
+batch. A CUDA call returns before the device has computed, so a plain loop keeps two GPUs busy. A
+CPU computes within the call: without two GPUs both "devices" are the same one, and nothing
+overlaps. pipeline.py runs each half in a process of its own, which is faster on CPUs as well.
 """
 
+import timeit
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import torch
+import torch.nn.functional as F
+import tyro
 from torch import Tensor, nn
+from torchvision.models.resnet import Bottleneck, ResNet
 
 
-class ModelParallelResNet(nn.Module):
-    """The first half on one device, the second half and the last layer on another.
+class ToyModel(nn.Module):
+    """The smallest model on two devices: rows [B, 10] to [B, 5]."""
 
-    Args:
-        model: a ResNet of torchvision, which is taken apart.
-        first: device of the stem, layer1 and layer2.
-        second: device of layer3, layer4 and the last layer; labels must be there, too.
-    """
-
-    def __init__(self, model: nn.Module, first: torch.device, second: torch.device) -> None:
+    def __init__(self, devices: tuple[str, str]) -> None:
         super().__init__()
-        self.first, self.second = first, second
-        modules = dict(model.named_children())
-        stem = [modules[name] for name in ("conv1", "bn1", "relu", "maxpool")]
-        self.half1 = nn.Sequential(*stem, modules["layer1"], modules["layer2"]).to(first)
-        self.half2 = nn.Sequential(modules["layer3"], modules["layer4"], modules["avgpool"])
-        self.half2.to(second)
-        self.fc = modules["fc"].to(second)
+        self.devices = devices
+        self.layer1 = nn.Linear(10, 10).to(devices[0])
+        self.layer2 = nn.Linear(10, 5).to(devices[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images [B, 3, H, W] on the first device to logits [B, classes] on the second."""
-        return self.head(self.half1(x).to(self.second))
-
-    def head(self, activations: Tensor) -> Tensor:
-        """Activations [b, C, H', W'] to logits [b, classes], on the second device."""
-        return self.fc(self.half2(activations).flatten(1))
+        """Compute outputs, which are on the second device."""
+        x = torch.relu(self.layer1(x.to(self.devices[0])))
+        return self.layer2(x.to(self.devices[1]))  # autograd moves the gradient back
 
 
-class PipelineParallelResNet(ModelParallelResNet):
-    """Both devices at work: the forward cuts the batch, and autograd runs the cut graph backward.
+class ModelParallelResNet50(ResNet):
+    """ResNet-50 in two halves: one device computes while the other waits.
 
-    Args:
-        model: a ResNet of torchvision, which is taken apart.
-        first: device of the first half.
-        second: device of the second half.
-        split_size: samples of a micro-batch; the last one may be smaller.
+    GroupNorm normalizes each sample by itself. BatchNorm would normalize each micro-batch, and the
+    gradients of this class and of the next one would differ.
     """
 
-    def __init__(
-        self, model: nn.Module, first: torch.device, second: torch.device, split_size: int = 20
-    ) -> None:
-        super().__init__(model, first, second)
-        self.split_size = split_size
+    def __init__(self, devices: tuple[str, str]) -> None:
+        norm = partial(nn.GroupNorm, 32)
+        super().__init__(Bottleneck, [3, 4, 6, 3], num_classes=10, norm_layer=norm)
+        self.devices = devices
+        stem = (self.conv1, self.bn1, self.relu, self.maxpool)
+        head = (self.avgpool, nn.Flatten(1), self.fc)
+        self.seq1 = nn.Sequential(*stem, self.layer1, self.layer2).to(devices[0])
+        self.seq2 = nn.Sequential(self.layer3, self.layer4, *head).to(devices[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images [B, 3, H, W] on the first device to logits [B, classes] on the second."""
+        """Compute logits [B, 10] from images [B, 3, H, W] on the first device."""
+        return self.seq2(self.seq1(x).to(self.devices[1]))
+
+
+class PipelineParallelResNet50(ModelParallelResNet50):
+    """The same model and the same gradients; both devices compute at the same time."""
+
+    def __init__(self, devices: tuple[str, str], split_size: int = 20) -> None:
+        super().__init__(devices)
+        self.split_size = split_size  # samples in a micro-batch; the last one may be smaller
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute logits [B, 10] from images [B, 3, H, W] on the first device."""
         splits = iter(x.split(self.split_size))
-        activations = self.half1(next(splits)).to(self.second)
-        logits = []
+        activations, logits = self.seq1(next(splits)).to(self.devices[1]), []
         for split in splits:
-            # Queued on the second device, which computes it ...
-            logits.append(self.head(activations))
-            # ... while the first one computes the next micro-batch.
-            activations = self.half1(split).to(self.second)
-        logits.append(self.head(activations))
-        return torch.cat(logits)
+            logits.append(self.seq2(activations))  # queued on the second device ...
+            activations = self.seq1(split).to(self.devices[1])  # ... while the first computes this
+        logits.append(self.seq2(activations))
+        return torch.cat(logits)  # one loss and one backward, as for an un-split batch
+
+
+@dataclass(frozen=True)
+class Args:
+    """Time a training step of ResNet-50 on two devices."""
+
+    batch_size: int = 24  # images
+    split_size: int = 6  # images in a micro-batch
+    image_size: int = 64  # height and width, in pixels
+
+
+def seconds(step: Callable[[], object], devices: tuple[str, str]) -> float:
+    """Return the time of a call until the devices are idle again, the shortest of three."""
+
+    def synchronized() -> None:
+        step()
+        for device in set(devices) - {"cpu"}:
+            torch.cuda.synchronize(device)
+
+    return min(timeit.repeat(synchronized, number=1, repeat=3))
+
+
+def main(args: Args) -> None:
+    """Run the toy, then time each half alone and both forms of ResNet-50."""
+    gpus = torch.cuda.device_count()
+    devices = ("cuda:0", f"cuda:{min(gpus, 2) - 1}") if gpus else ("cpu", "cpu")
+    output, labels = ToyModel(devices)(torch.randn(20, 10)), torch.randn(20, 5).to(devices[1])
+    F.mse_loss(output, labels).backward()  # the labels must be where the output is
+    print(f"toy: layer1 on {devices[0]}; layer2, output and labels on {output.device}")
+    if devices[0] == devices[1]:
+        print(f"both devices are {devices[0]}: here, micro-batches cannot overlap")
+
+    size = (args.batch_size, 3, args.image_size, args.image_size)
+    images, labels = torch.randn(size).to(devices[0]), torch.arange(size[0]).to(devices[1]) % 10
+    naive = ModelParallelResNet50(devices)
+    half = naive.seq1(images).detach().to(devices[1]).requires_grad_()
+    busy = (
+        seconds(lambda: naive.seq1(images).sum().backward(), devices),
+        seconds(lambda: F.cross_entropy(naive.seq2(half), labels).backward(), devices),
+    )
+    for model in (naive, PipelineParallelResNet50(devices, args.split_size)):
+        step = seconds(lambda m=model: F.cross_entropy(m(images), labels).backward(), devices)
+        first, second = (max(0.0, 1 - own / step) for own in busy)
+        print(f"{type(model).__name__}: {step:.3f} s per step; idle: {first:.0%} and {second:.0%}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,1 @@
+"""Programs beside the subject; each runs alone."""

@@ -1,0 +1,165 @@
+"""Fill the bubble of 1F1B with a half of the backward: the schedule ZB-H1 beside 1F1B.
+
+    torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.zero_bubble
+
+A backward computes two things. The previous stage waits for the gradient of the stage's input (I).
+Only the optimizer needs the gradients of the weights (W), at the end of the step. ZB-H1
+(https://arxiv.org/abs/2401.10241) splits B into I and W. Stage s runs W of a micro-batch s
+micro-batches later; these W fill the time in which 1F1B waits for the last gradients. P = 3, M = 4,
+and equal times for F, I and W:
+
+    stage 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+    stage 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    stage 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+The bubble is (P - 1) / (3 M + P - 1). The price is memory: the inputs of layers are kept until W,
+so every stage keeps up to P micro-batches, as in 1F1B only the first one does.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.grad import conv2d_weight
+
+from common.launch import RunArgs
+from common.rank import init_distributed, print0
+
+from ..pipeline import Action, Pipeline, make_mesh, one_forward_one_backward
+from ..stages import build_stage
+
+
+def zero_bubble_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
+    """Return the actions of a stage: 1F1B, with W after I, `stage` micro-batches later."""
+    actions = list[Action]()
+    for kind, micro in one_forward_one_backward(stage, stages, micro_batches):
+        actions.append(Action("F" if kind == "F" else "I", micro))
+        if kind == "B" and micro >= stage:
+            actions.append(Action("W", micro - stage))
+    return actions + [Action("W", m) for m in range(max(0, micro_batches - stage), micro_batches)]
+
+
+class Call(NamedTuple):
+    """A convolution or linear layer computed y = layer(x)."""
+
+    layer: Any
+    x: Tensor
+    y: GradientEdge
+
+
+class ZeroBubblePipeline(Pipeline):
+    """A pipeline that computes the gradients of convolutions and linear layers later, by autograd.
+
+    I asks for the gradients of the stage's input and of the output of each such layer, but not for
+    those of its weights. W computes these from the layer's input and its output's gradient.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls: dict[int, list[Call]] = {}  # of a micro-batch, from F to I
+        self.halves: dict[int, list[tuple[Call, Tensor]]] = {}  # and gradients of y, from I to W
+        self.running = list[Call]()  # of the forward that runs
+        layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+        for layer in layers:
+            layer.register_forward_hook(self.record)
+        later = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        self.norms = [p for p in self.stage.parameters() if id(p) not in later]
+
+    def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        """Note a call of a layer. Autocast computed in the type of the output."""
+        if torch.is_grad_enabled():
+            self.running.append(Call(layer, inputs[0].detach().to(y.dtype), get_gradient_edge(y)))
+
+    def execute(self, action: Action) -> None:
+        """Execute an action: I has the messages of B, W has none."""
+        if action.kind == "W":
+            self.compute_weights(action.micro)
+        else:
+            super().execute(action._replace(kind=action.kind.replace("I", "B")))
+
+    def compute_forward(self, micro: int, x: Tensor) -> Tensor:
+        """Compute a forward, and note the calls of its layers."""
+        self.running = self.calls[micro] = []
+        return super().compute_forward(micro, x)
+
+    def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
+        """Set `x.grad`, and add the gradients of the norms, which are by-products of it."""
+        calls, leaves = self.calls.pop(micro), [*self.norms, *([x] if x.requires_grad else [])]
+        wanted: list[Any] = [*leaves, *(call.y for call in calls)]
+        gradients = torch.autograd.grad(y, wanted, gradient)
+        for leaf, own in zip(leaves, gradients, strict=False):
+            add_gradient(leaf, own)
+        self.halves[micro] = list(zip(calls, gradients[len(leaves) :], strict=True))
+
+    def compute_weights(self, micro: int) -> None:
+        """Add the gradients of the weights of convolutions and linear layers."""
+        for (layer, x, _), gradient in self.halves.pop(micro):
+            if isinstance(layer, nn.Conv2d):
+                how = (layer.stride, layer.padding, layer.dilation, layer.groups)
+                shape = layer.weight.shape
+                add_gradient(layer.weight, conv2d_weight(x, shape, gradient, *how))
+            else:
+                add_gradient(layer.weight, gradient.T @ x)
+                add_gradient(layer.bias, gradient.sum(dim=0))
+
+
+def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
+    """Add to `leaf.grad`, like `backward` does."""
+    gradient = gradient.to(leaf.dtype)
+    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+@dataclass(frozen=True)
+class Args:
+    """Time a training step with 1F1B and with ZB-H1, and compare the parameters."""
+
+    arch: str = "resnet50"
+    batch_size: int = 32
+    micro_batches: int = 4
+    image_size: int = 64
+
+
+def train(
+    args: Args, mesh: DeviceMesh, device: torch.device, form: type[Pipeline], schedule: Any
+) -> tuple[float, list[Tensor]]:
+    """Train for four steps; return the shortest time of a step and the parameters."""
+    torch.manual_seed(0)
+    stage = build_stage(args.arch, 10, "group", mesh.size(1), mesh.get_local_rank("pp")).to(device)
+    pipeline = form(stage, mesh, schedule, args.micro_batches, 120.0)
+    optimizer = torch.optim.SGD(stage.parameters(), 0.1)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
+    labels, times = torch.arange(args.batch_size, device=device) % 10, list[float]()
+    for _ in range(4):
+        start = time.perf_counter()
+        pipeline.step(images.to(memory_format=torch.channels_last), labels)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    return min(times), list(stage.parameters())
+
+
+def compare(args: Args, device: torch.device) -> bool:
+    """Print the times of both schedules; return True if both train the same parameters."""
+    mesh = make_mesh(device.type, dist.get_world_size(), 120.0)
+    plain, expected = train(args, mesh, device, Pipeline, one_forward_one_backward)
+    split, found = train(args, mesh, device, ZeroBubblePipeline, zero_bubble_h1)
+    equal = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    stages, micro = mesh.size(1), args.micro_batches
+    for name, seconds, factor in (("1F1B", plain, 1), ("ZB-H1", split, 3)):
+        bubble = (stages - 1) / (factor * micro + stages - 1)
+        print0(f"{name}: {seconds:.3f} s per step; bubble with equal times {bubble:.0%}")
+    print0(f"rank 0: parameters {'equal bit for bit' if equal else 'differ'}")
+    return equal
+
+
+if __name__ == "__main__":
+    compare(tyro.cli(Args), init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0"))))
+    dist.destroy_process_group()

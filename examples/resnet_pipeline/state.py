@@ -1,0 +1,80 @@
+"""The state of the un-split model and of its optimizer, by parameter name, gathered on rank 0.
+
+Checkpoints therefore do not depend on the cuts: a run of 2 stages continues with 3, or with 1. The
+host of rank 0 needs memory for all of it; `torch.distributed.checkpoint` does without.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class WholeModel:
+    """The parameters and buffers of all stages.
+
+    Args:
+        stage: of this rank; its names are those of the un-split model.
+        pipe: the ranks of this pipeline.
+    """
+
+    def __init__(self, stage: nn.Module, pipe: dist.ProcessGroup) -> None:
+        self.stage, self.pipe = stage, pipe
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state on the first stage, {} on later ones. Every rank calls this."""
+        return gather(on_cpu(self.stage.state_dict()), self.pipe)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the entries of this stage."""
+        names = self.stage.state_dict().keys() & state.keys()
+        self.stage.load_state_dict({name: state[name] for name in names})
+
+    def copy_to(self, model: nn.Module) -> nn.Module:
+        """Copy the state to the un-split model of each rank; return it. Every rank calls this."""
+        states = [self.state_dict()]
+        dist.broadcast_object_list(states, group=self.pipe, group_src=0)
+        model.load_state_dict(states[0])
+        return model
+
+
+class WholeOptimizer:
+    """The state of all parameters in an optimizer with one parameter group.
+
+    Args:
+        optimizer: of the parameters of `stage`.
+        stage: of this rank.
+        pipe: the ranks of this pipeline.
+    """
+
+    def __init__(self, optimizer: Optimizer, stage: nn.Module, pipe: dist.ProcessGroup) -> None:
+        self.optimizer, self.pipe = optimizer, pipe
+        self.names = [name for name, _ in stage.named_parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state on the first stage, less on later ones. Every rank calls this."""
+        state, (group,) = self.optimizer.state_dict().values()
+        own = {self.names[number]: on_cpu(values) for number, values in state.items()}
+        return {"state": gather(own, self.pipe), "group": group | {"params": []}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the entries of this stage."""
+        found = state["state"]
+        own = {number: found[name] for number, name in enumerate(self.names) if name in found}
+        group = state["group"] | {"params": list(range(len(self.names)))}
+        self.optimizer.load_state_dict({"state": own, "param_groups": [group]})
+
+
+def gather(own: dict[str, Any], pipe: dist.ProcessGroup) -> dict[str, Any]:
+    """Return the entries of all ranks on the first rank, {} elsewhere. Every rank calls this."""
+    first, size = dist.get_rank(pipe) == 0, dist.get_world_size(pipe)
+    states: list[dict[str, Any]] | None = [{}] * size if first else None
+    dist.gather_object(own, states, group=pipe, group_dst=0)
+    return {name: value for state in states or [] for name, value in state.items()}
+
+
+def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state with its tensors on the CPU."""
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
