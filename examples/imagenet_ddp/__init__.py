@@ -1,1 +1,1 @@
-"""The production script: a folder of JPEGs, several nodes, interruptions and resuming."""
+"""imagenet_ddp: train torchvision's classification models on folders of images."""

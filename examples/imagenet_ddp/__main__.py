@@ -1,7 +1,8 @@
-"""`python -m examples.imagenet_ddp`: flags are checked before torch is imported."""
+"""`python -m examples.imagenet_ddp`: the flags are read before torch is imported."""
 
-from common.launch.args import start
-from examples.imagenet_ddp.args import Args
+from common.launch import start
+
+from .args import Args
 
 if __name__ == "__main__":
-    start(Args, "examples.imagenet_ddp.train:main", survive="examples.imagenet_ddp.survive:main")
+    start(Args, f"{__package__}.train")

@@ -1,125 +1,126 @@
-"""imagenet_ddp: train any torchvision classification model on a folder of images.
+"""imagenet_ddp: train any torchvision model on a folder of images with DDP; model.py builds it.
 
-The command lines of pytorch/examples `imagenet/main.py` work here, with GPUs or without.
+The command lines of pytorch/examples `imagenet/main.py` work here, with GPUs and without.
 
-    python -m examples.imagenet_ddp                                   # draws its own images
+    python -m examples.imagenet_ddp --nproc 2                         # digits, enlarged
     python -m examples.imagenet_ddp -a resnet50 DIR                   # DIR/{train,val}/CLASS/*
     python -m examples.imagenet_ddp -a resnet50 --multiprocessing-distributed DIR    # all GPUs
-    python -m examples.imagenet_ddp -a resnet50 --dummy               # no files: measures speed
+    python -m examples.imagenet_ddp -a resnet50 --dummy               # the speed, without files
     python -m examples.imagenet_ddp -a resnet50 -e --resume auto DIR  # evaluates only
     torchrun --nproc-per-node 8 --max-restarts 3 -m examples.imagenet_ddp -a resnet50 DIR
     python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 0 DIR
     python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 1 DIR
 """
 
-import runpy
 from contextlib import nullcontext
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import CrossEntropyLoss
+import torch.multiprocessing as mp
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD
 
-from common.images.loader import eval_loader, train_loader, warn_of_broken
-from common.images.sets import load_images
-from common.launch.device import choose_device
-from common.launch.place import Place
-from common.launch.record import record
-from common.launch.rendezvous import JOB
-from common.launch.spawn import launch
-from common.train.checks import check_replicas
-from common.train.ddp import check_smallest_batch, warm_up_buckets
-from common.train.evaluate import evaluate
-from common.train.loader import local_batch
-from common.train.run import Run
-from examples.imagenet_ddp.args import Args
-from examples.imagenet_ddp.evaluate import evaluate_only
-from examples.imagenet_ddp.recipe import build_model, make_ema, make_optimizer, make_scheduler
+from common.ddp import warm_up_buckets
+from common.evaluate import evaluate, write_predictions
+from common.images import image_loaders, normalize
+from common.launch import UserError
+from common.precision import autocast
+from common.rank import init_distributed, local_batch_size, print0, record
+from common.run import Run
 
-PADDING = -100  # a label that CrossEntropyLoss ignores
+from .args import Args
+from .model import ExponentialAverage, build_model, load_trained, make_scheduler, options
 
 
-def main(place: Place, args: Args) -> None:
-    """Spawn this node's processes, unless torchrun or srun has started them already."""
-    launch(main_worker, place, args)
+def main(args: Args) -> None:
+    """Start the ranks of this machine, unless torchrun or srun started them."""
+    mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record
-def main_worker(local_rank: int, place: Place, args: Args) -> None:
-    """One process of the job."""
-    place.export(local_rank)  # RANK, LOCAL_RANK, WORLD_SIZE, ... as torchrun sets them
-    device, backend = choose_device(args.launch, local_rank)
-    bound = device if device.type == "cuda" else None  # nccl connects now, not in the first step
-    dist.init_process_group(backend, init_method=JOB, timeout=args.launch.patience, device_id=bound)
-    if args.evaluate:
-        evaluate_only(args, device)
-    else:
-        train(args, device)
-    dist.destroy_process_group()
-
-
-def train(args: Args, device: torch.device) -> None:
-    """Train and evaluate; every rank runs this with its own share of the data."""
+@record  # one line per error and job; the exit code says what happened
+def main_worker(local_rank: int, args: Args) -> None:
+    """Train on one rank."""
+    device = init_distributed(args, local_rank)  # dist.init_process_group, and the device
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed + rank)  # dropout differs; DDP sends rank 0's parameters to all
-    data, recipe = load_images(args.images, args.seed, args.out), args.recipe
-    epochs, batch_size = args.num_epochs, args.global_batch
-    passes = f"{world_size} rank(s) x {args.accumulate} backward pass(es)"
-    micro_batch = local_batch(batch_size, world_size * args.accumulate, passes)
-    shown = {"what": f"{recipe.arch} on {data}", "shares": f"{passes} x {micro_batch}"}
-    with Run(args, device, data, **args.options, **shown) as run:
-        loader = train_loader(data.train, batch_size, run.amp, args.seed, args.images.workers)
-        test_loader = eval_loader(data.val, 2 * micro_batch, run.amp, args.images.workers)
-        network = build_model(recipe, len(data.classes), data.size, device)
-        model = DDP(
-            run.prepare(network),
-            device_ids=[device] if device.type == "cuda" else None,
-            find_unused_parameters=args.find_unused_parameters,
-            static_graph=args.static_graph,
-            gradient_as_bucket_view=True,  # saves a copy of the gradients
-        )
-        ema = make_ema(recipe, network)
-        eval_model = ema.module if ema else network
-        optimizer = make_optimizer(recipe, model, args.learning_rate, run.scaler)
-        scheduler = make_scheduler(recipe, optimizer, len(loader), epochs)
-        criterion = CrossEntropyLoss(reduction="sum", label_smoothing=recipe.label_smoothing)
-        report_broken = partial(warn_of_broken, run, loader, test_loader)
-        run.state.epoch = recipe.start_epoch
-        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "ema": ema}
-        run.resume(before_save=report_broken, **parts)
-        smallest = torch.zeros(loader.batch_sampler.smallest(micro_batch), 3, data.size, data.size)
-        check_smallest_batch(network, run.autocast, run.amp.to_device(smallest))
-        warm_up_buckets(model)  # a resumed run then adds gradients in the same order
+    torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
+    local_batch = local_batch_size(args.batch_size, world_size)
+    micro_batch, rest = divmod(local_batch, args.accumulate)
+    if rest:
+        raise UserError(f"--accumulate {args.accumulate} does not divide {local_batch} per rank")
+    loader, test_loader = image_loaders(
+        args.data,
+        local_batch,
+        args.image_size,
+        args.seed,
+        args.workers,
+        dummy=args.dummy,
+        pin_memory=device.type == "cuda",
+        timeout=args.timeout,
+    )
+    classes, total = loader.dataset.classes, len(test_loader.dataset)
+    network = build_model(args, len(classes), device)
+    if args.evaluate:
+        load_trained(network, args, classes)
+        batches = ((normalize(p, device, torch.channels_last), y) for p, y in test_loader)
+        metrics = evaluate(network, batches, total, autocast(args.precision, device)).metrics
+        print0("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        return
 
-        for epoch in run.epochs(epochs):
-            loader.batch_sampler.set_epoch(epoch)  # without this, every epoch has the same order
-            for images, labels in run.steps(loader):  # [B, 3, H, W], [B], on the device
-                batch_samples, local_samples = run.batch_share()
-                labels[local_samples:] = PADDING
-                optimizer.zero_grad()
-                loss = torch.zeros((), device=device)
-                for start in range(0, len(labels), micro_batch):
-                    is_last = start + micro_batch >= len(labels)
-                    # Gradients add up here; DDP averages them in the last backward only.
-                    with nullcontext() if is_last else model.no_sync():
-                        with run.autocast():
-                            logits = model(images[start : start + micro_batch]).float()
-                        loss_sum = criterion(logits, labels[start : start + micro_batch])
-                        # The average over the ranks is the mean over the global batch.
-                        micro_loss = loss_sum * world_size / batch_samples
-                        run.scaler.scale(micro_loss).backward()
-                    loss += micro_loss.detach()
-                run.scaler.step(optimizer)
-                run.scaler.update()
-                scheduler.step()
-                if ema:
-                    ema.update_parameters(network)
-                run.log(loss)
-            evaluation = evaluate(eval_model, test_loader, len(data.classes), run.autocast)
-            run.end_epoch(evaluation, model=eval_model)
-        run.finish(parameter_hash=check_replicas(eval_model), skipped_images=report_broken())
+    model = DDP(
+        # Called first by DDP, the model becomes one graph per bucket, so that the gradients of a
+        # bucket are sent while backward continues.
+        torch.compile(network, dynamic=False) if args.compile else network,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # saves a copy of the gradients
+    )
+    ema = ExponentialAverage(network, args.ema) if args.ema else None
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    optimizer = SGD(
+        model.parameters(),
+        args.lr,
+        args.momentum,
+        weight_decay=args.weight_decay,
+        fused=not scaler.is_enabled(),  # if the scaler skips step 1, fused SGD gets no momentum
+    )
+    scheduler = make_scheduler(args, optimizer, len(loader))
+    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    source = "random pixels" if args.dummy else args.data or "digits"
+    what = f"{args.arch} on {source}, {len(loader.dataset)} training images"
+    about = {"classes": classes, "model": args.arch, "size": args.image_size}
+    about["options"] = options(args)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    run = Run(args, device, what, about=about, **state, scaler=scaler, ema=ema)  # resumes here
+    run.epoch = max(run.epoch, args.start_epoch)
+    warm_up_buckets(model)  # a resumed run on 3 or more ranks then has the same bits
 
-
-if __name__ == "__main__":  # the same as python -m examples.imagenet_ddp
-    runpy.run_module("examples.imagenet_ddp", run_name="__main__")
+    for epoch in run.epochs(args.epochs):
+        loader.sampler.set_epoch(epoch)  # without this, every epoch has the same order
+        for pixels, labels in run.steps(loader):  # bytes [B / W, 3, H, W], [B / W]
+            images = normalize(pixels, device, torch.channels_last)
+            labels = labels.to(device, non_blocking=True)
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=device)
+            micro_batches = zip(images.split(micro_batch), labels.split(micro_batch), strict=True)
+            for number, (inputs, targets) in enumerate(micro_batches, 1):
+                # Gradients add up; DDP averages them over the ranks in the last backward only.
+                with nullcontext() if number == args.accumulate else model.no_sync():
+                    with run.autocast:
+                        logits = model(inputs).float()  # [micro_batch, C]
+                    # The mean of the micro-batches' means is the mean of the batch.
+                    micro_loss = criterion(logits, targets) / args.accumulate
+                    scaler.scale(micro_loss).backward()
+                loss += micro_loss.detach()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            if ema:
+                ema.update_parameters(network)
+            run.log(loss)
+        batches = ((normalize(p, device, torch.channels_last), y) for p, y in test_loader)
+        evaluation = evaluate(ema.module if ema else network, batches, total, run.autocast)
+        if run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"]):
+            write_predictions(args.out / "predictions.csv", classes, evaluation)
+    run.finish(model)
+    dist.destroy_process_group()

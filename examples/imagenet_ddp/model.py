@@ -1,0 +1,158 @@
+"""The model of imagenet_ddp, its weights, the learning rate and the average of weights.
+
+The model does not know ranks; only one process per node downloads weights.
+"""
+
+import difflib
+import math
+import os
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchvision import models
+
+from common.checkpoint import load_model, newest
+from common.launch import UserError
+from common.rank import print0
+
+from .args import Args
+
+
+def options(args: Args) -> dict[str, Any]:
+    """Return what `torchvision.models.get_model` needs beside the name of the model."""
+    if args.arch.startswith("vit_"):
+        return {"image_size": args.image_size}
+    if args.arch.startswith("maxvit"):
+        return {"input_size": [args.image_size, args.image_size]}
+    if args.arch in ("googlenet", "inception_v3"):  # one output, without the auxiliary heads
+        return {"aux_logits": False, "init_weights": True, "transform_input": True}
+    return {}
+
+
+def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
+    """Build the model of --arch on the device. Every rank calls this.
+
+    Raises:
+        UserError: the model does not exist, or does not accept images of this size.
+    """
+    names = models.list_models(module=models)
+    if args.arch not in names:
+        similar = difflib.get_close_matches(args.arch, names) or ["resnet18", "resnet50"]
+        raise UserError(f"torchvision has no model {args.arch}; try {', '.join(similar)}")
+    if args.sync_bn and device.type != "cuda":
+        raise UserError("--sync-bn needs CUDA: torch's SyncBatchNorm rejects CPU tensors")
+    try:
+        model = models.get_model(args.arch, num_classes=classes, **options(args))
+        with torch.device("meta"):  # tensors with shapes and without numbers
+            trial = models.get_model(args.arch, num_classes=classes, **options(args)).eval()
+            trial(torch.empty(1, 3, args.image_size, args.image_size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"{args.arch} does not accept images of {args.image_size} pixels "
+            f"({str(error).splitlines()[0]}); change --image-size"
+        ) from None
+    if args.pretrained and not (args.evaluate and args.resume != "no"):
+        _load_pretrained(model, args)
+    if args.sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return model.to(device).to(memory_format=torch.channels_last)  # faster in bf16
+
+
+def _load_pretrained(model: nn.Module, args: Args) -> None:
+    """Load torchvision's newest weights; with other classes, the last layer stays random."""
+    weights: Any = models.get_model_weights(args.arch)["DEFAULT"]
+    first = os.environ["LOCAL_RANK"] == "0"
+    if not first:
+        dist.barrier()  # the first process of the node downloads the file
+    try:
+        loaded = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"cannot load {weights.url} ({reason}); put the file into "
+            f"{torch.hub.get_dir()}/checkpoints"
+        ) from None
+    if first:
+        dist.barrier()
+    own = model.state_dict()
+    loaded = {n: v for n, v in loaded.items() if n in own and v.shape == own[n].shape}
+    missing = ", ".join(sorted(own.keys() - loaded.keys()))
+    if missing and args.evaluate:
+        raise UserError(f"{weights} has other classes than the data ({missing}); train first")
+    model.load_state_dict(loaded, strict=False)
+    print0(f"loaded {weights}" + (f", except {missing}" if missing else ""))
+
+
+def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
+    """Load the weights that --resume names, for --evaluate.
+
+    Raises:
+        UserError: there are no weights, or they belong to other classes.
+    """
+    if args.resume == "no":
+        if not args.pretrained:
+            raise UserError("--evaluate needs weights; add --resume auto|PATH or --pretrained")
+        return
+    path = Path(args.resume)
+    if args.resume == "auto":
+        found = newest(args.out / "checkpoints", print0)
+        if found is None:
+            raise UserError(f"{args.out}/checkpoints is empty; use --resume PATH")
+        path, _ = found
+    load_model(path, model, {"classes": classes})
+    print0(f"loaded {path}")
+
+
+def make_scheduler(args: Args, optimizer: Optimizer, steps_per_epoch: int) -> LambdaLR:
+    """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then half a cosine to 0.
+
+    Raises:
+        UserError: --start-epoch is not before the end.
+    """
+    if args.start_epoch >= args.epochs:
+        raise UserError(f"--start-epoch {args.start_epoch} is not below --epochs {args.epochs}")
+    start, total = args.start_epoch * steps_per_epoch, args.epochs * steps_per_epoch
+    warm_up = min(steps_per_epoch, total // 2)
+
+    def factor(step: int) -> float:
+        step += start
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, total - warm_up)))
+
+    return LambdaLR(optimizer, factor)
+
+
+class ExponentialAverage(AveragedModel):
+    """torch's exponential moving average of weights, without a host wait per step on a GPU.
+
+    torch copies the number of updates to the device in each update, and waits for it.
+
+    Args:
+        model: on its device; the average begins with its weights after the first step.
+        decay: the part of the average that remains in a step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.lerp = get_ema_multi_avg_fn(decay)
+        super().__init__(model, multi_avg_fn=self.lerp, use_buffers=True)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Update the average with the weights and buffers of the model."""
+        if self.n_averaged == 0:  # on the CPU
+            super().update_parameters(model)
+            return
+        own, new = self.module.state_dict(), model.state_dict()
+        floats = [name for name, value in own.items() if value.is_floating_point()]
+        self.lerp([own[name] for name in floats], [new[name] for name in floats], 0)
+        for name in own.keys() - floats:  # BatchNorm's number of batches
+            own[name].copy_(new[name])
+        self.n_averaged += 1
