@@ -1,1 +1,1 @@
-"""A template for your own training, with four marked places, and the same with a language model."""
+"""A template for your own training: data-parallel, with four marked places to change."""

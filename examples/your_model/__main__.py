@@ -1,7 +1,8 @@
-"""`python -m examples.your_model`: flags are checked before torch is imported."""
+"""`python -m examples.your_model`: the flags are read before torch is imported."""
 
-from common.launch.args import start
-from examples.your_model.args import Args
+from common.launch import start
+
+from .args import Args
 
 if __name__ == "__main__":
-    start(Args, "examples.your_model.train:main")
+    start(Args, f"{__package__}.train")

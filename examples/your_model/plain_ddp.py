@@ -1,12 +1,16 @@
-"""Data-parallel training in one file of plain torch. Copy it anywhere: it needs nothing beside it.
+"""Data-parallel training in one file of plain torch. Copy it anywhere: it needs nothing else.
 
-    torchrun --standalone --nproc-per-node 2 plain_ddp.py
-    torchrun --standalone --nproc-per-node 1 plain_ddp.py    # the same losses up to rounding
+    python plain_ddp.py                                              # one process
+    torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
+    torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # continue from plain_ddp.pt
 
-`train.py` trains the same model, and adds what long runs need: resuming, mixed precision, logs.
+Any number of ranks that divides the batch trains the same model, up to rounding. `train.py` trains
+this model too and adds what long runs need: a clean stop, exact resuming, mixed precision, logs.
 """
 
+import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,66 +20,85 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-EPOCHS, BATCH_SIZE, LR = 20, 48, 0.002  # BATCH_SIZE is global: divided by the ranks
+CHECKPOINT = Path("plain_ddp.pt")
 
 
 def load_data() -> tuple[TensorDataset, Tensor, Tensor]:
-    """569 tumours [30], benign or not: those to train on, and the rows and labels of the test."""
-    table, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
+    """Return 426 tumors to train on, and the rows [143, 30] and labels [143] of the test set."""
+    rows, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
     test = torch.arange(len(labels)) % 4 == 0
-    table = ((table - table[~test].mean(0)) / table[~test].std(0)).float()
-    return TensorDataset(table[~test], labels[~test]), table[test], labels[test]
+    rows = ((rows - rows[~test].mean(0)) / rows[~test].std(0)).float()
+    return TensorDataset(rows[~test], labels[~test]), rows[test], labels[test]
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, rows: Tensor, labels: Tensor) -> float:
-    """Of the whole test set: each rank takes every W-th sample. Every rank calls this."""
+    """Return the accuracy on the test set, each sample counted once. Every rank calls this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model.eval()
-    right = (model(rows[rank::world_size]).argmax(1) == labels[rank::world_size]).sum()
+    correct = (model(rows[rank::world_size]).argmax(1) == labels[rank::world_size]).sum()
     model.train()
-    dist.all_reduce(right)
-    return right.item() / len(labels)
+    dist.all_reduce(correct)
+    return correct.item() / len(labels)
 
 
 def main() -> None:
-    """Train in one process of the job; torchrun starts all of them."""
-    if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("start it by torchrun: torchrun --nproc-per-node 2 plain_ddp.py")
-    cuda, local_rank = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
-    if os.environ["RANK"] == "0":
-        print(f"starting {os.environ['WORLD_SIZE']} rank(s) ...", flush=True)
+    """Train on one rank; torchrun starts all of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=48, help="global: divided by the ranks")
+    parser.add_argument("--lr", type=float, default=0.002)
+    parser.add_argument("--resume", action="store_true", help=f"continue from {CHECKPOINT}")
+    args = parser.parse_args()
+
+    cuda, local_rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    backend = "nccl" if cuda else "gloo"
+    if "RANK" in os.environ:  # torchrun sets RANK, WORLD_SIZE and the address of rank 0
+        dist.init_process_group(backend, device_id=device if cuda else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if BATCH_SIZE % world_size:
-        raise SystemExit(f"{world_size} ranks do not divide BATCH_SIZE {BATCH_SIZE}: change one")
-    torch.manual_seed(rank)  # any dropout differs; DDP sends rank 0's parameters to all
+    if args.batch_size % world_size:
+        raise SystemExit(f"--batch-size {args.batch_size} is not divisible by {world_size} ranks")
+
+    torch.manual_seed(rank)  # dropout differs between ranks; DDP broadcasts rank 0's parameters
     train_set, test_rows, test_labels = load_data()
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
-    # Rank r gets r, r + W, r + 2W, ... of a permutation; samples repeat if W does not divide it.
-    sampler = DistributedSampler(train_set)
-    loader = DataLoader(train_set, BATCH_SIZE // world_size, sampler=sampler)
+    # Rank r gets samples r, r + W, r + 2W, ... of one permutation. drop_last leaves out what does
+    # not fill a global batch, so that all ranks have batches of one size, and equally many.
+    sampler = DistributedSampler(train_set, drop_last=True)
+    loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
+    optimizer = AdamW(model.parameters(), args.lr)
+    first_epoch = 0
+    if args.resume:  # every rank reads the file; without DDP's "module." prefix
+        saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first_epoch = saved["epoch"]
     ddp = DDP(model, device_ids=[device] if cuda else None)
-    optimizer = AdamW(ddp.parameters(), LR)
-    for epoch in range(EPOCHS):
+
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order
-        for inputs, labels in loader:
-            loss = nn.functional.cross_entropy(ddp(inputs.to(device)), labels.to(device))
+        loss_sum = torch.zeros((), device=device)
+        for rows, labels in loader:  # [B / W, 30], [B / W]
+            loss = nn.functional.cross_entropy(ddp(rows.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()  # DDP averages the gradients over the ranks meanwhile
             optimizer.step()
-        mean_loss = loss.detach() / world_size
-        dist.all_reduce(mean_loss)  # the last batch's, over all ranks
+            loss_sum += loss.detach()  # no .item(): it would make the host wait for the GPU
+        dist.all_reduce(loss_sum)
+        mean_loss = loss_sum.item() / (len(loader) * world_size)
         score = accuracy(model, test_rows, test_labels)
         if rank == 0:
-            print(f"epoch {epoch + 1}: loss {mean_loss.item():.7f}, accuracy {score:.4f}")
-    if rank == 0:
-        torch.save(model.state_dict(), "plain_ddp.pt")  # without DDP's "module." prefix
-    dist.barrier()  # exiting during the last message would abort the job
+            print(f"epoch {epoch + 1}: loss {mean_loss:.7f}, accuracy {score:.4f}", flush=True)
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | {"epoch": epoch + 1}, f"{CHECKPOINT}.new")
+            Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: a kill leaves a whole file
+    dist.barrier()  # a rank that exits while others still communicate would fail them
     dist.destroy_process_group()
 
 

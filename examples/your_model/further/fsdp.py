@@ -1,0 +1,137 @@
+"""your_model.further.fsdp: train a model that does not fit into one device, sharded with FSDP2.
+
+    torchrun --standalone --nproc-per-node 2 -m examples.your_model.further.fsdp
+    torchrun --standalone --nproc-per-node 1 -m examples.your_model.further.fsdp   # same losses
+
+Plain torch: this file imports nothing from this repository. Each of W ranks keeps 1/W of every
+parameter, gradient and optimizer state; the full parameters exist for one layer at a time. A run
+continues from the newest checkpoint of its folder, with any number of ranks.
+"""
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+TEXT = torch.tensor(list("".join(topics.values()).encode()))  # Python's reference, as bytes
+BATCH_SIZE, LENGTH, WIDTH, LAYERS, VOCAB_SIZE = 16, 64, 64, 4, 256  # BATCH_SIZE is global
+
+
+class GPT(nn.Module):
+    """Predict each next byte: token IDs [B, LENGTH] to logits [B, LENGTH, VOCAB_SIZE]."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCAB_SIZE, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks, self.lm_head = blocks, nn.Linear(WIDTH, VOCAB_SIZE)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the logits; each position attends to itself and to earlier positions."""
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, token_ids.device)
+        hidden = self.wte(token_ids) + self.wpe.weight
+        for block in self.blocks:
+            hidden = block(hidden, mask, is_causal=True)
+        return self.lm_head(hidden)
+
+
+def load_batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return this rank's token IDs of a step and the next ones, both [BATCH_SIZE / W, LENGTH]."""
+    generator = torch.Generator().manual_seed(step)  # the same on all ranks
+    starts = torch.randint(len(TEXT) - LENGTH, (BATCH_SIZE,), generator=generator)
+    local = starts[dist.get_rank() :: dist.get_world_size(), None] + torch.arange(LENGTH)
+    return TEXT[local].to(device), TEXT[local + 1].to(device)
+
+
+def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """Return the content of a checkpoint. This initializes an optimizer that has no state yet."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "step": torch.tensor(step)}
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that rank 0 sees, so that all ranks load the same one.
+
+    Every rank calls this.
+    """
+    newest = [max(folder.glob("step-*"), default=None)]
+    dist.broadcast_object_list(newest, 0)
+    return newest[0]
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write a checkpoint and delete older ones. Every rank calls this and writes its own shards."""
+    partial, complete = folder / "partial", folder / f"step-{step:08}"
+    dcp.save(sharded_state(model, optimizer, step), checkpoint_id=partial)
+    if dist.get_rank() == 0:  # all ranks have written
+        older = list(folder.glob("step-*"))
+        partial.rename(complete)  # atomic: a kill leaves the older checkpoint or both
+        for each in older:
+            shutil.rmtree(each)
+    dist.barrier()
+
+
+def main(steps: int, folder: Path) -> None:
+    """Train for some steps from the newest checkpoint, and write another one."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if BATCH_SIZE % world_size:  # FSDP averages gradients as if all local batches were equal
+        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} is not divisible by {world_size} ranks")
+    mesh = init_device_mesh(device.type, (world_size,))  # also calls torch.cuda.set_device
+    torch.manual_seed(0)  # FSDP broadcasts nothing: equal seeds make equal parameters
+
+    # Each block is sharded as soon as it is built: no process ever holds the whole model.
+    blocks = nn.ModuleList()
+    for _ in range(LAYERS):
+        block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0, batch_first=True)
+        fully_shard(block.to(device), mesh=mesh)  # in place: its parameters become DTensors
+        blocks.append(block)
+    model = GPT(blocks).to(device)
+    fully_shard(model, mesh=mesh)  # shards wte, wpe and lm_head
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # created after sharding
+
+    first_step = 0
+    if newest := newest_checkpoint(folder):  # written by any number of ranks
+        saved = sharded_state(model, optimizer, step=0)  # dcp.load copies into these tensors
+        dcp.load(saved, checkpoint_id=newest)
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
+        first_step = int(saved["step"])
+    for step in range(first_step, first_step + steps):
+        token_ids, next_ids = load_batch(step, device)
+        loss = F.cross_entropy(model(token_ids).flatten(0, 1), next_ids.flatten())
+        optimizer.zero_grad()
+        loss.backward()  # reduce-scatter: each rank gets its shard of the averaged gradient
+        optimizer.step()
+        mean_loss = loss.detach() / world_size
+        dist.all_reduce(mean_loss)
+        if rank == 0:
+            print(f"step {step + 1}, loss {mean_loss.item():.6f}", flush=True)
+    save(folder, model, optimizer, first_step + steps)
+
+    sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all of them
+    total, local = sum(x.numel() for x in sharded), sum(x.to_local().numel() for x in sharded)
+    print(f"rank {rank} holds {local:,} of {total:,} parameters", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps to do")
+    parser.add_argument("--out", type=Path, default=Path("runs/fsdp"), help="checkpoint folder")
+    args = parser.parse_args()
+    main(args.steps, args.out)
