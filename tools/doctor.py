@@ -1,0 +1,250 @@
+"""Check this machine, or all nodes of a job together, for what would fail.
+
+    python -m tools.doctor                             # this machine
+    python -m tools.doctor --master-addr HOST0         # and whether it reaches node 0
+    torchrun --nnodes 2 --nproc-per-node 8 --node-rank R --master-addr HOST0 -m tools.doctor
+
+Each finding is one line with its remedy. Rank 0 reports for all ranks. The exit code is 0 if
+nothing would fail (there may be warnings), else 2.
+"""
+
+import os
+import platform
+import re
+import resource
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.cuda import nccl
+
+from common.launch import RunArgs, UserError
+from common.rank import init_distributed, record
+
+GB = 1e9
+SHM = Path("/dev/shm")  # noqa: S108 - not a temporary file: its size is checked
+TMPDIR_LIMIT = 75  # bytes: multiprocessing appends 32 for a socket, whose path may have 107
+
+
+@dataclass(frozen=True)
+class Args:
+    """Check this machine, or all nodes of a job together, for what would fail."""
+
+    out: Path = Path("runs")
+    """Folder that runs will write to."""
+    master_addr: str = os.environ.get("MASTER_ADDR", "")
+    """Address of node 0, to which this machine connects; torchrun sets it."""
+    master_port: int = int(os.environ.get("MASTER_PORT", "29500"))
+    """Port of node 0."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device that runs will use."""
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    level: Literal["ok", "warning", "error"]
+    text: str
+    remedy: str = ""
+
+
+def judge(fine: bool, text: str, remedy: str, level: Any = "warning") -> Finding:
+    """Return a finding that has a level and a remedy only if something is wrong."""
+    return Finding("ok", text) if fine else Finding(level, text, remedy)
+
+
+def check_machine(ranks: int) -> Iterator[Finding]:
+    """Yield what is found about this machine or container, which runs some ranks."""
+    memory, remedy = free_memory() / GB, "give the container more memory, or start fewer ranks"
+    yield judge(memory >= ranks, f"memory: {memory:.1f} GB free", remedy)
+    shm = shutil.disk_usage(SHM).free / GB if SHM.is_dir() else 0
+    remedy = "loader workers and NCCL need 1 GB; docker run --shm-size 1g"
+    yield judge(shm >= 1, f"{SHM}: {shm:.2f} GB free", remedy)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: unlimited
+    yield judge(not 0 <= files < 1024, f"open files: {files}", "run ulimit -n 65536")
+    if Path("/dev/infiniband").is_dir():
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        yield judge(locked < 0, f"locked memory: {locked} bytes", "RDMA needs ulimit -l unlimited")
+    folder, remedy = tempfile.gettempdir(), "too long for sockets; set TMPDIR=/tmp"
+    fine = len(os.fsencode(folder)) <= TMPDIR_LIMIT
+    yield judge(fine, f"temporary files: {folder}", remedy, "error")
+
+
+def free_memory() -> int:
+    """Return the free bytes of the machine, or of the container if it has fewer."""
+    (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    cgroup, free = Path("/sys/fs/cgroup"), int(available) * 1024
+    with suppress(OSError, ValueError):  # "max" means no limit
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
+
+
+def check_master(host: str, port: int) -> Finding:
+    """Check that node 0 can be reached, or that this machine is node 0 and its port is free."""
+    at, remedy = f"node 0 at {host}:{port}", "check the address; open the port in the firewall"
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except ConnectionRefusedError:
+        with suppress(OSError):  # only node 0 itself can listen at its address
+            socket.create_server((host, port)).close()
+            return Finding("ok", f"{at}: this machine; the port is free")
+        return Finding("error", f"{at}: refused", f"start node 0 first; {remedy}")
+    except OSError as error:
+        return Finding("error", f"{at}: no connection ({error})", remedy)
+    return Finding("ok", f"{at}: accepts connections")
+
+
+def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]:
+    """Yield what a rank finds about its CUDA device; a single rank checks all devices."""
+    count, available = torch.cuda.device_count(), torch.cuda.get_arch_list()
+    if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
+        remedy = f"compare nvidia-smi with this torch, which has CUDA {torch.version.cuda}"
+        yield Finding("error", "torch finds no CUDA device", remedy)
+    for number in range(count)[local_rank::ranks]:
+        major, minor = torch.cuda.get_device_capability(number)
+        name = f"cuda:{number} {torch.cuda.get_device_name(number)}, sm_{major}{minor}"
+        if not has_kernels((major, minor), available):
+            text = f"{name}: this torch has kernels for {', '.join(available)} only"
+            yield Finding("error", text, "install another build, or set CUDA_VISIBLE_DEVICES")
+            continue
+        free, total = (value / GB for value in torch.cuda.mem_get_info(number))
+        text, remedy = f"{name}: {free:.0f} of {total:.0f} GB free", "nvidia-smi shows who uses it"
+        yield judge(free > 0.8 * total, text, remedy)
+
+
+def has_kernels(capability: tuple[int, int], available: Iterable[str]) -> bool:
+    """Return True if a build of torch runs on a device.
+
+    `sm_86` runs on 8.6 and 8.9; the driver compiles `compute_86` for all later devices. Code with a
+    suffix, such as `sm_90a`, runs on one device only.
+    """
+    pattern = re.compile(r"(sm|compute)_(\d+)(\d)(\w?)")
+    for kind, major, minor, suffix in pattern.findall(" ".join(available)):
+        built = int(major), int(minor)
+        later = built <= capability and (kind == "compute" or built[0] == capability[0])
+        if built == capability or (later and not suffix):
+            return True
+    return False
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks. Every rank calls this."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def versions() -> dict[str, str]:
+    """Return what all ranks must have in common."""
+    found = {"Python": platform.python_version(), "torch": torch.__version__}
+    found["CUDA"], driver = str(torch.version.cuda), Path("/sys/module/nvidia/version")
+    found["NCCL"] = ".".join(map(str, nccl.version())) if dist.is_nccl_available() else "None"
+    return found | {"driver": driver.read_text().strip() if driver.exists() else "None"}
+
+
+def check_job(device: torch.device, out: Path) -> Iterator[Finding]:
+    """Yield what all ranks find together. Every rank calls this."""
+    own, first = versions(), gather(versions())[0]
+    yield Finding("ok", ", ".join(f"{name} {value}" for name, value in first.items()))
+    if different := [f"{name} {value}" for name, value in own.items() if value != first[name]]:
+        yield Finding("error", f"not as on rank 0: {', '.join(different)}", "use one image")
+    dist.barrier()
+    times = gather(time.time())
+    apart = max(times) - min(times)
+    yield judge(apart < 2, f"clocks: {apart:.1f} s apart", "logs and file times mislead; use NTP")
+    yield from check_output(out)
+    yield from check_all_reduce(device)
+    if "nccl" in dist.get_backend():
+        yield from check_all_reduce(torch.device("cpu"))
+
+
+def check_output(out: Path) -> Iterator[Finding]:
+    """Check that rank 0 can write to a folder that all ranks see. Every rank calls this."""
+    rank, failure, probe = dist.get_rank(), "", out / f".doctor-{gather(secrets.token_hex(8))[0]}"
+    if rank == 0:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+        except OSError as error:
+            failure = str(error.strerror)
+    if failure := gather(failure)[0]:
+        yield Finding("error", f"--out {out}: {failure}", "choose another one, or mount a volume")
+    elif not probe.exists():
+        remedy = "mount one folder on all nodes; without it a job cannot resume"
+        yield Finding("error", f"--out {out} is not the folder of rank 0", remedy)
+    dist.barrier()
+    if rank == 0 and not failure:
+        probe.unlink()
+        free = shutil.disk_usage(out).free / GB
+        yield judge(free >= 1, f"--out {out}: {free:.1f} GB free", "make room for checkpoints")
+
+
+def check_all_reduce(device: torch.device) -> Iterator[Finding]:
+    """Check a sum over all ranks, and measure it. Every rank calls this."""
+    rank, ranks, correct, seconds = dist.get_rank(), dist.get_world_size(), True, {}
+    for count in (1, 4_000_000):
+        for _ in range(3):  # the first one opens connections
+            values = torch.full((count,), rank + 1.0, device=device)
+            began = time.perf_counter()
+            dist.all_reduce(values)
+            correct &= bool((values == ranks * (ranks + 1) / 2).all())  # waits for the device
+            seconds[count] = time.perf_counter() - began
+    text = f"all_reduce of {ranks} rank(s) on {device.type}"
+    if not correct:
+        yield Finding("error", f"{text}: wrong sum", "replace the device or the network card")
+    elif rank == 0:
+        latency, speed = seconds[1] * 1e3, 16e6 / GB / seconds[4_000_000]
+        yield Finding("ok", f"{text}: {latency:.2f} ms for 4 bytes, {speed:.2f} GB/s for 16 MB")
+
+
+def report(everywhere: list[list[Finding]], ranks_per_node: int) -> None:
+    """Print the findings of all ranks, equal ones once with the ranks that have them."""
+    merged = dict[Finding, list[int]]()
+    for rank, findings in enumerate(everywhere):
+        for finding in findings:
+            merged.setdefault(finding, []).append(rank)
+    world = range(len(everywhere))
+    for (level, text, remedy), ranks in merged.items():
+        everyone = ranks in (list(world), list(world[::ranks_per_node]))
+        where = "" if everyone else f" (rank {', '.join(map(str, ranks))})"
+        print(f"{level:8}{text}{where}{'; ' * bool(remedy)}{remedy}", flush=True)
+
+
+@record
+def main_worker(local_rank: int, args: Args) -> None:
+    """Check one rank, then all ranks together."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    findings = list(check_machine(ranks)) if local_rank == 0 else []
+    findings += [check_master(args.master_addr, args.master_port)] if args.master_addr else []
+    devices = list(check_devices(args.device, local_rank, ranks)) if args.device != "cpu" else []
+    try:
+        device = init_distributed(RunArgs(device=args.device, timeout=60), local_rank)
+    except (UserError, OSError, RuntimeError, ValueError) as error:
+        if local_rank == 0:
+            report([findings + devices], 1)
+        raise UserError(f"the ranks did not meet: {str(error).splitlines()[0]}") from None
+    findings += devices
+    if not any(finding.level == "error" for found in gather(devices) for finding in found):
+        findings += check_job(device, args.out)  # a broken device would make it hang
+    everywhere = gather(findings)
+    if dist.get_rank() == 0:
+        report(everywhere, ranks)
+    if any(finding.level == "error" for found in everywhere for finding in found):
+        raise UserError("a run would fail; see above")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    args = tyro.cli(Args, prog="python -m tools.doctor")
+    main_worker(int(os.environ.get("LOCAL_RANK", "0")), args)

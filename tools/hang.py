@@ -1,0 +1,47 @@
+"""Ask a live run what each rank does, and explain which rank the others wait for.
+
+    python -m tools.hang runs/NAME    # --out of the run
+
+The ranks of this machine answer SIGUSR1 by writing OUT/hang/rank-R.json. Ranks on other machines
+that share OUT are asked by the same command there.
+"""
+
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+
+import tyro
+
+from common.hang import explain, process_state, read_reports, table
+
+
+def main(out: tyro.conf.Positional[Path]) -> None:
+    """Ask the ranks of this machine, and print one line per rank and one sentence.
+
+    Args:
+        out: folder of the run.
+    """
+    if not (out / "lock").exists():
+        raise SystemExit(f"error: {out} is not the folder of a run: it contains no file lock")
+    processes = [line.split() for line in (out / "lock").read_text().splitlines()]
+    asked = time.time()
+    states = {}
+    for rank, (host, pid) in enumerate(processes):
+        if host == platform.node():
+            try:
+                os.kill(int(pid), signal.SIGUSR1)
+            except ProcessLookupError:
+                states[rank] = "has exited"
+    time.sleep(2)  # a rank that is blocked in a collective answers after half a second
+    reports = read_reports(out / "hang", since=asked)
+    for rank in {*range(len(processes))} - {report["rank"] for report in reports}:
+        host, pid = processes[rank]
+        state = process_state(int(pid)) if host == platform.node() else f"runs on {host}"
+        states.setdefault(rank, state)
+    print("\n".join([*table(reports), explain(reports, states)]))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

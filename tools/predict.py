@@ -1,0 +1,95 @@
+"""Classify an image, or all images of a folder, with the weights of an image example.
+
+    python -m tools.predict photo.jpg
+    python -m tools.predict FOLDER --weights runs/mnist_ddp_spawn/best.safetensors >predictions.csv
+
+Each image is a row `file,prediction,probability`. An image that cannot be decoded has an empty
+prediction, and a warning. The metadata of the weights name the model and the classes.
+"""
+
+import csv
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torchvision import models
+from torchvision.transforms.v2 import functional as F
+from tyro.conf import Positional
+
+from common.checkpoint import load_model, load_weights
+from common.data import DigitNet
+from common.image_folder import center_crop, decode, list_images, readable
+from common.images import normalize
+from common.launch import UserError
+
+CPU = torch.device("cpu")
+
+
+def build(about: dict[str, Any]) -> nn.Module:
+    """Return the model that the metadata of weights describe."""
+    classes, options = len(about["classes"]), about.get("options", {})
+    if about["model"] == "DigitNet":
+        return DigitNet(about["size"], classes)
+    if about.get("norm") == "group":  # of resnet_pipeline
+        options["norm_layer"] = partial(nn.GroupNorm, 32)
+    return models.get_model(about["model"], num_classes=classes, **options)
+
+
+def prepare(path: str, about: dict[str, Any]) -> Tensor:
+    """Return an image as the evaluation of the example does: [C, size, size], normalized."""
+    image, size = decode(path), about["size"]
+    if about["model"] != "DigitNet":
+        return normalize(center_crop(size)(image), CPU)
+    gray = F.resize(F.rgb_to_grayscale(image / 255), [size, size])
+    return (gray - about["mean"]) / about["std"]
+
+
+@torch.no_grad()
+def classify(model: nn.Module, images: list[Tensor], names: list[str]) -> list[tuple[str, str]]:
+    """Return the most probable class and its probability for each image."""
+    if not images:
+        return []
+    device = next(model.parameters()).device
+    best = model(torch.stack(images).to(device)).softmax(dim=1).max(dim=1)
+    labels, chances = best.indices.tolist(), best.values.tolist()
+    return [(names[n], f"{chance:.4f}") for n, chance in zip(labels, chances, strict=True)]
+
+
+def main(
+    path: Positional[Path],
+    weights: Path = Path("runs/imagenet_ddp/best.safetensors"),
+    batch_size: int = 64,
+) -> None:
+    """Classify an image, or all images of a folder, and print a csv table."""
+    path, weights = path.expanduser(), weights.expanduser()
+    paths = list_images(str(path), {}) if path.is_dir() else [str(path)]
+    _, about = load_weights(weights)
+    if not {"model", "classes", "size"} <= about.keys():
+        raise UserError(f"{weights} does not name its model; use best.safetensors of a run")
+    model = build(about).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    load_model(weights, model, {})
+    table = csv.writer(sys.stdout)
+    table.writerow(("file", "prediction", "probability"))
+    for start in range(0, len(paths), batch_size):
+        images = dict[str, Tensor]()
+        for file in paths[start : start + batch_size]:
+            try:
+                images[file] = prepare(file, about)
+            except UserError as error:
+                print(f"warning: {error}", file=sys.stderr)
+        found = classify(model, [*images.values()], about["classes"])
+        predictions = dict(zip(images, found, strict=True))
+        for file in paths[start : start + batch_size]:
+            table.writerow((readable(file), *predictions.get(file, ("", ""))))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main, prog="python -m tools.predict")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
