@@ -1,0 +1,99 @@
+"""mnist_ddp_spawn in one process: SGD with momentum, one-cycle schedule, label smoothing."""
+
+import gzip
+import struct
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from common.data import DigitNet
+from examples.mnist_ddp_spawn.args import Args
+from sklearn.datasets import load_digits
+from sklearn.metrics import f1_score, precision_score, recall_score, roc_auc_score
+from torch import Tensor
+
+from tests.reference import Reference
+
+CASES = [
+    ["--epochs", "2", "--seed", "3"],
+    # 13 classes, the last one not among the test images; 7 batches of 24 of 179 images
+    ["--dataset", "{data}", "--epochs", "3", "--batch-size", "24", "--lr", "0.05", "--seed", "7"],
+]
+
+
+def prepare(folder: Path) -> None:
+    """Write noisy patterns of 12x12 pixels in MNIST's format, one file of them packed."""
+    generator = np.random.default_rng(0)
+    patterns = generator.integers(0, 200, (13, 12, 12))
+    for split, count, classes in (("train", 179, 13), ("t10k", 53, 12)):
+        labels = np.arange(count) % classes
+        images = patterns[labels] + generator.integers(0, 56, (count, 12, 12))
+        images = struct.pack(">HBB3I", 0, 8, 3, *images.shape) + images.astype(np.uint8).tobytes()
+        (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        labels = struct.pack(">HBBI", 0, 8, 1, count) + labels.astype(np.uint8).tobytes()
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(labels)
+
+
+def load(dataset: str) -> list[Tensor]:
+    """Return training images [N, 1, S, S] and labels, test images and labels."""
+    if dataset == "digits":
+        images, labels = load_digits(return_X_y=True)
+        images, test = (images * 255 / 16).round().reshape(-1, 8, 8), np.arange(len(labels)) % 5 == 0
+        splits = [images[~test], labels[~test], images[test], labels[test]]
+    else:
+        splits = []
+        for split in ("train", "t10k"):
+            path = Path(dataset) / f"{split}-images-idx3-ubyte.gz"
+            pixels = np.frombuffer(gzip.decompress(path.read_bytes())[16:], np.uint8)
+            labels = (Path(dataset) / f"{split}-labels-idx1-ubyte").read_bytes()[8:]
+            splits += [pixels.reshape(-1, 12, 12), np.frombuffer(labels, np.uint8)]
+    mean, std = (splits[0] / 255).mean(), (splits[0] / 255).std(ddof=1)
+    for index in (0, 2):
+        splits[index] = ((splits[index] / 255 - mean) / std)[:, None].astype(np.float32)
+    return [torch.from_numpy(a) if a.ndim > 1 else torch.tensor(a, dtype=torch.long) for a in splits]
+
+
+def train(flags: list[str]) -> Reference:
+    """Train on global batches."""
+    args = tyro.cli(Args, args=flags)
+    images, labels, test_images, test_labels = load(args.dataset)
+    classes, batches = int(labels.max()) + 1, len(images) // args.batch_size
+    torch.manual_seed(args.seed)
+    model = DigitNet(images.shape[-1], classes)
+    optimizer = torch.optim.SGD(
+        model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps=args.epochs * batches, cycle_momentum=False
+    )
+    losses, metrics, best, predictions = [], {}, -1.0, []
+    for epoch in range(args.epochs):
+        order = torch.randperm(
+            len(images), generator=torch.Generator().manual_seed(args.seed + epoch)
+        )
+        for batch in order[: batches * args.batch_size].view(batches, -1):
+            logits = model(images[batch])
+            loss = F.cross_entropy(logits, labels[batch], label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            logits = model(test_images)
+        guess = logits.argmax(1)
+        metrics = {"loss": F.cross_entropy(logits, test_labels).item()}
+        metrics["accuracy"] = (guess == test_labels).double().mean().item()
+        if classes > 10:
+            top = logits.topk(5).indices
+            metrics["top5"] = (top == test_labels[:, None]).any(1).double().mean().item()
+        for name, score in (("precision", precision_score), ("recall", recall_score), ("f1", f1_score)):
+            metrics[name] = float(score(test_labels, guess, average="macro", zero_division=0))
+        if len(test_labels.unique()) == classes:
+            scores = logits.softmax(1).double()
+            metrics["auc"] = float(roc_auc_score(test_labels, scores, multi_class="ovr"))
+        if metrics["accuracy"] > best:
+            best, predictions = metrics["accuracy"], guess.tolist()
+    return Reference(losses, model.state_dict(), metrics, predictions)

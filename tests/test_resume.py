@@ -1,0 +1,65 @@
+"""A run that is killed and resumed has the bits of an undisturbed run."""
+
+from pathlib import Path
+from signal import SIGKILL, SIGTERM
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import ranks
+from tests.hooks import At
+from tests.reference import Case, cases
+
+# Ranks, and what happens to the run: (rank, part of the whole run, signal).
+FATES = [
+    (2, [(1, 0.3, SIGKILL), (0, 0.9, SIGKILL)]),  # the second time in the last epoch
+    (3, [(2, 0.4, SIGTERM), (1, 0.9, SIGKILL)]),  # with 3 ranks, DDP's buckets matter
+    (1, [(0, 1.0, SIGTERM)]),  # in the last step: it stops after the evaluation
+]
+
+
+def rows() -> list[tuple[Case, int, list[tuple[int, float, int]]]]:
+    """Return the first case of each example with each fate, on at most as many ranks."""
+    firsts = [case for case in cases() if case.number == 0]
+    return [
+        (case, max(n for n in case.ranks() if n <= world_size), fate)
+        for case in firsts
+        for world_size, fate in FATES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size", "fate"), rows(), ids=[f"{row[0]}-{row[1]}-{i}" for i, row in enumerate(rows())]
+)
+def test_resumed_run_has_the_same_bits(
+    case: Case,
+    world_size: int,
+    fate: list[tuple[int, float, int]],
+    data: Path,
+    tmp_path: Path,
+) -> None:
+    flags = [*case.flags(data / str(case)), "--checkpoint-every", "3"]
+    whole = ranks.run(case.example, world_size, flags, out=tmp_path / "whole").done()
+
+    flags += ["--resume", "auto"]
+    for rank, part, signal in fate:
+        fault = At(rank % world_size, round(part * whole.result["steps"]), signal)
+        cut = ranks.run(case.example, world_size, flags, out=tmp_path / "cut", fault=fault)
+        others = 75 if signal == SIGKILL else 128 + signal
+        expected = [others] * world_size
+        if signal == SIGKILL:
+            expected[fault.rank] = -SIGKILL
+        assert cut.codes == expected, cut.text
+        assert list((cut.out / "checkpoints").glob("step-*.pt")), cut.text
+    resumed = ranks.run(case.example, world_size, flags, out=tmp_path / "cut").done()
+
+    assert "resumed from" in resumed.text
+    assert resumed.result["parameter_hash"] == whole.result["parameter_hash"]
+    assert resumed.result["metrics"] == whole.result["metrics"]
+    assert resumed.result["best"] == whole.result["best"]
+    assert resumed.points() == whole.points()
+    best, expected = (load_file(run.out / "best.safetensors") for run in (resumed, whole))
+    torch.testing.assert_close(best, expected, rtol=0, atol=0)
+    if (whole.out / "predictions.csv").exists():
+        assert resumed.rows() == whole.rows()

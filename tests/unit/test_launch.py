@@ -1,0 +1,126 @@
+"""From a command line and a launcher's variables to a place in the job."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from common import launch
+from common.launch import NodeArgs, Place, RunArgs, UserError, launched, place, read_args
+
+FILE = {"INIT_METHOD": "file:///tmp/rendezvous"}
+URL = "tcp://node0:1234"
+TORCHRUN = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN |= {"MASTER_ADDR": "node0", "MASTER_PORT": "1234", "GROUP_RANK": "1"}
+SRUN = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NTASKS": "11"}
+SRUN |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "11", "SLURM_JOB_ID": "4200123"}
+SRUN |= {"SLURM_STEP_NODELIST": "gpu[03-04],login", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+# A shell of `srun --pty` or `salloc --ntasks 4`: one task, whatever the job has.
+SHELL = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+TWO_NODES = {"world_size": 2, "rank": 1, "nproc": 3, "dist_url": URL}
+
+
+@pytest.mark.parametrize(
+    ("args", "local_rank", "env", "expected"),
+    [
+        (RunArgs(), 0, {}, Place(0, 0, 1, 1, "")),
+        (RunArgs(nproc=3), 2, FILE, Place(2, 2, 3, 3, "file:///tmp/rendezvous")),
+        (NodeArgs(nproc=3), 1, FILE, Place(1, 1, 3, 3, "file:///tmp/rendezvous")),
+        (NodeArgs(**TWO_NODES), 1, {}, Place(4, 1, 6, 3, URL)),
+        (NodeArgs(**TWO_NODES), 1, FILE, Place(4, 1, 6, 3, URL)),
+        (RunArgs(), 0, TORCHRUN, Place(2, 0, 4, 2, URL)),
+        (NodeArgs(**TWO_NODES), 0, TORCHRUN, Place(2, 0, 4, 2, URL)),
+        (RunArgs(), 0, TORCHRUN | SRUN, Place(2, 0, 4, 2, URL)),
+        (RunArgs(), 1, SRUN, Place(9, 1, 11, 3, "tcp://gpu03:20123")),
+        (RunArgs(), 1, SRUN | {"MASTER_PORT": "1"}, Place(9, 1, 11, 3, "tcp://gpu03:1")),
+        (
+            RunArgs(),
+            0,
+            SRUN | {"SLURM_STEP_NODELIST": "a-1,b", "SLURM_NODEID": "0", "MASTER_ADDR": "::1"},
+            Place(9, 1, 11, 4, "tcp://::1:20123"),
+        ),
+        (RunArgs(nproc=2), 1, SHELL | FILE, Place(1, 1, 2, 2, "file:///tmp/rendezvous")),
+    ],
+)
+def test_place(
+    args: RunArgs,
+    local_rank: int,
+    env: dict[str, str],
+    expected: Place,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", environment := dict(env))
+    assert launched() == (env.keys() >= TORCHRUN.keys() or env.get("SLURM_STEP_NUM_TASKS") == "11")
+    assert place(args, local_rank) == expected
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    assert [int(environment[name]) for name in names] == list(expected[:4])
+
+
+def test_incomplete_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK and WORLD_SIZE, set by hand or left over, without the rest of torchrun's variables."""
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "node0"})
+    with pytest.raises(UserError, match="LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT"):
+        place(RunArgs(), 0)
+
+
+@dataclass(frozen=True)
+class Args(NodeArgs):
+    """A program."""
+
+    out: Path = Path("~/run")
+    """Folder."""
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def read(*flags: str, **env: str) -> Any:
+        monkeypatch.setattr(os, "environ", {"HOME": "/home/user", **env})
+        monkeypatch.setattr("sys.argv", ["program", *flags])
+        return read_args(Args, "examples.program")
+
+    return read
+
+
+def test_flags(read: Callable[..., Any]) -> None:
+    args = read("-b", "12", "--nproc", "3", "-p", "5", "--seed", "-1")
+    assert (args.batch_size, args.nproc, args.log_every, args.seed) == (12, 3, 5, -1)
+    assert args.out == Path("/home/user/run")
+    assert read("--out", "'quoted'/~").out == Path("'quoted'/~")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--batch-size", "0"], "error: --batch-size 0 must be above 0"),
+        (["--timeout", "-1"], "error: --timeout -1.0 must be above 0"),
+        (["--checkpoint-every", "0"], "error: --checkpoint-every 0"),
+        (["--nproc", "0"], "error: --nproc 0"),
+        (["--world-size", "2", "--rank", "2", "--dist-url", URL], "error: --rank 2 must be"),
+        (["--world-size", "2", "--rank", "1"], "error: --world-size needs --dist-url"),
+        (["--epochs", "two"], "--epochs"),
+    ],
+)
+def test_only_the_first_rank_reports_a_mistake(
+    flags: list[str],
+    words: str,
+    read: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The other ranks of torchrun and srun wait until the launcher ends them."""
+    waits = list[float]()
+    monkeypatch.setattr(launch.time, "sleep", waits.append)
+    node = {"GROUP_RANK": "1", "RANK": "2", "LOCAL_RANK": "0"}  # torchrun keeps a log per node
+    for env in ({}, {"SLURM_PROCID": "0"}, node):
+        with pytest.raises(SystemExit) as exit_:
+            read(*flags, **env)
+        assert exit_.value.code == 2
+        assert words in capsys.readouterr().err
+    assert not waits
+    for env in ({"SLURM_PROCID": "1"}, {"RANK": "1"}, node | {"LOCAL_RANK": "1"}):
+        with pytest.raises(SystemExit):
+            read(*flags, **env)
+        assert capsys.readouterr().err == ""
+    assert len(waits) == 3

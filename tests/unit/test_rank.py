@@ -1,0 +1,100 @@
+"""Device, backend and threads of a rank."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import rank
+from common.launch import NodeArgs, Place, RunArgs, UserError
+from common.rank import choose_device, cores, local_batch_size
+
+NCCL = "cpu:gloo,cuda:nccl"
+ALONE, TWO_BY_TWO = Place(1, 1, 2, 2, "file://x"), Place(3, 1, 4, 2, "tcp://x:1")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(os, "environ", variables := dict[str, str]())
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: variables.update(threads=str(n)))
+    monkeypatch.setattr(rank, "cores", lambda: 9)
+    return variables
+
+
+@pytest.mark.parametrize(
+    ("devices", "args", "here", "env", "expected"),
+    [
+        (0, RunArgs(), ALONE, {}, ("cpu", "gloo")),
+        (2, RunArgs(), ALONE, {}, ("cuda:1", NCCL)),
+        (2, RunArgs(device="cpu"), ALONE, {}, ("cpu", "gloo")),
+        (1, RunArgs(), ALONE, {}, ("cuda:0", "gloo")),  # NCCL refuses a shared device
+        (1, RunArgs(), ALONE, {"SLURM_PROCID": "1"}, ("cuda:0", NCCL)),  # one visible to each
+        (2, RunArgs(), TWO_BY_TWO, {}, ("cuda:1", NCCL)),
+        (2, NodeArgs(dist_backend="gloo"), ALONE, {}, ("cuda:1", "gloo")),
+        (1, NodeArgs(dist_backend="nccl"), ALONE, {}, ("cuda:0", NCCL)),
+        (0, NodeArgs(dist_backend="gloo"), ALONE, {}, ("cpu", "gloo")),
+        (0, RunArgs(device="cuda"), ALONE, {}, "--device cuda"),
+        (0, NodeArgs(dist_backend="nccl"), ALONE, {}, "--dist-backend nccl"),
+        (2, NodeArgs(dist_backend="nccl", device="cpu"), ALONE, {}, "--dist-backend nccl"),
+    ],
+)
+def test_device_and_backend(
+    devices: int,
+    args: RunArgs,
+    here: Place,
+    env: dict[str, str],
+    expected: Any,
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    environment.update(env)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            choose_device(args, here)
+        return
+    device, backend = choose_device(args, here)
+    assert (str(device), backend) == expected
+    assert chosen == [device] * (device.type == "cuda")
+    # Ranks of one machine listen on no address that others could reach.
+    assert ("GLOO_SOCKET_IFNAME" in environment) == (here is ALONE)
+
+
+@pytest.mark.parametrize(
+    ("env", "here", "threads"),
+    [
+        ({}, ALONE, 4),
+        ({}, TWO_BY_TWO, 4),
+        ({}, Place(0, 0, 16, 16, ""), 1),
+        ({"OMP_NUM_THREADS": "3"}, ALONE, 3),
+        ({"OMP_NUM_THREADS": "1"}, ALONE, 1),
+        # torchrun sets 1 if the user does not; the bits of a training depend on the number.
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, ALONE, 4),
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, ALONE, 2),
+    ],
+)
+def test_threads(env: dict[str, str], here: Place, threads: int, environment: Any) -> None:
+    environment.update(env)
+    choose_device(RunArgs(device="cpu"), here)
+    assert environment["threads"] == str(threads)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"),
+    [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 6), ("", 6)],
+)
+def test_cores_of_a_container(
+    quota: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
+    monkeypatch.setattr(Path, "read_text", lambda _: quota)
+    assert cores() == expected
+
+
+def test_batches_are_divided_equally() -> None:
+    assert local_batch_size(120, 3) == 40
+    with pytest.raises(UserError, match="--batch-size 100 is not divisible by 3 ranks; use 102"):
+        local_batch_size(100, 3)

@@ -1,0 +1,257 @@
+"""The bookkeeping of `Run`, with a model that does not matter."""
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import run as run_module
+from common.checkpoint import load_weights
+from common.launch import RunArgs, UserError
+from common.run import Run
+from common.sampler import ResumableSampler
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from tests import ranks
+
+Output = list[str]
+
+
+def begin(out: Path, *, model: Any = None, about: Any = None, parts: Any = (), **flags: Any) -> Run:
+    args = RunArgs(out=out, device="cpu", precision="fp32", **{"batch_size": 12, **flags})
+    model = nn.Linear(2, 2) if model is None else model
+    return Run(args, torch.device("cpu"), "test", model=model, about=about, **dict(parts))
+
+
+def epoch(run: Run, score: float = 0.0, steps: int = 1) -> bool:
+    for _ in run.steps([None] * steps):
+        run.log(torch.tensor(1.0))
+    return run.end_epoch({"accuracy": score}, score=score)
+
+
+def best_epochs(out: Path) -> list[bool]:
+    run = begin(out, model=(model := nn.Linear(1, 1)))
+    found = []
+    for number, score in enumerate([0.5, 0.5, 0.7, 0.6]):
+        nn.init.constant_(model.weight, number)
+        found.append(epoch(run, score))
+    return found
+
+
+def test_equal_score_is_not_the_best(tmp_path: Path) -> None:
+    found = ranks.call(best_epochs, tmp_path / "out", folder=tmp_path, ranks=1)[0]
+    assert found == [True, False, True, False]
+    weights, _ = load_weights(tmp_path / "out/best.safetensors")
+    assert weights["weight"].item() == 2
+
+
+def averaged(out: Path) -> None:
+    model = nn.Linear(1, 1)
+    average = AveragedModel(model)
+    nn.init.constant_(average.module.weight, 7.0)
+    parts = {"ema": average, "none": None}
+    epoch(begin(out, model=model, about={"classes": ["a"]}, parts=parts))
+
+
+def test_best_weights_are_the_average(tmp_path: Path) -> None:
+    ranks.call(averaged, tmp_path / "out", folder=tmp_path, ranks=1)
+    weights, about = load_weights(tmp_path / "out/best.safetensors")
+    assert weights["weight"].item() == 7
+    assert weights.keys() == {"weight", "bias"}
+    assert about["classes"] == ["a"]
+    parts = torch.load(max((tmp_path / "out/checkpoints").iterdir()))["parts"]
+    assert parts.keys() == {"model", "ema"}
+
+
+class Gathered(nn.Linear):
+    """A part whose state is a collective, like that of a pipeline."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        return super().state_dict(*args, **kwargs)
+
+
+def collective(out: Path) -> int:
+    run = begin(out, model=Gathered(1, 1))
+    for score in (0.1, 0.2):
+        epoch(run, score)
+    return run.epoch
+
+
+def test_every_rank_takes_part_in_a_checkpoint(tmp_path: Path) -> None:
+    assert ranks.call(collective, tmp_path / "out", folder=tmp_path, ranks=2) == [2, 2]
+
+
+def timed(out: Path) -> str:
+    clock = SimpleNamespace(now=0.0)
+    run_module.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
+    run = begin(out)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        for number, _ in enumerate(run.steps([None] * 5)):
+            clock.now += 100.0 if number == 0 else 2.0
+        run.end_epoch({"accuracy": 0.0}, score=0.0)
+    return output.getvalue()
+
+
+def test_speed_leaves_the_first_step_out(tmp_path: Path) -> None:
+    """It is slower: kernels are chosen, buckets are arranged, workers start."""
+    text = ranks.call(timed, tmp_path / "out", folder=tmp_path, ranks=1)[0]
+    assert " 6 samples/s" in text  # 12 every 2 seconds
+
+
+def forgotten(out: Path) -> None:
+    with pytest.raises(AssertionError, match="end_epoch"):
+        for _ in begin(out).epochs(2):
+            pass
+
+
+def test_forgotten_end_of_an_epoch(tmp_path: Path) -> None:
+    ranks.call(forgotten, tmp_path / "out", folder=tmp_path, ranks=1)
+
+
+# ---------------------------------------------------------------------------------- random samples
+
+
+class Augmented(Dataset[Any]):
+    """Random augmentation, from the process's generator or from the key (epoch, index)."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, tuple):
+            draw = torch.rand((), generator=torch.Generator().manual_seed(hash(key)))
+            return torch.tensor([float(key[1]), draw])
+        return torch.tensor([float(key), torch.rand(())])
+
+
+def batches(out: Path, workers: int, sampler: type, stop: int, resume: str) -> list[Tensor]:
+    """Return the batches of two epochs; `stop` steps without the end of the epoch, if not 0."""
+    torch.manual_seed(dist.get_rank())
+    order: Any = sampler(Augmented(), seed=3)
+    loader = DataLoader(Augmented(), 3, sampler=order, num_workers=workers)
+    run, found = begin(out, resume=resume, checkpoint_every=1), []
+    for number in run.epochs(2):
+        order.set_epoch(number)
+        for batch in run.steps(loader):
+            found.append(batch)
+            run.log(torch.tensor(0.0))
+            if run.step + 1 == stop:
+                run.step += 1
+                run.batch += 1
+                run.save()
+                return found
+        run.end_epoch({}, score=0.0)
+    return found
+
+
+@pytest.mark.parametrize("sampler", [DistributedSampler, ResumableSampler])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_are_random_but_repeatable(workers: int, sampler: type, tmp_path: Path) -> None:
+    def call(out: str, stop: int, resume: str = "no") -> list[Tensor]:
+        folder, arguments = tmp_path / f"{out}.log{stop}{resume}", (workers, sampler, stop, resume)
+        found = ranks.call(batches, tmp_path / out, *arguments, folder=folder, ranks=2)
+        return [torch.cat(rows) for rows in found]
+
+    whole = call("whole", 0)
+    before, after = call("cut", 3), call("cut", 0, "auto")
+    for rank in range(2):  # 2 epochs of 4 batches of 3 samples
+        assert torch.equal(torch.cat([before[rank], after[rank]]), whole[rank])
+    draws = torch.cat(whole)[:, 1]
+    assert len(draws.unique()) == 48, "other random numbers on each rank and in each epoch"
+    assert [sorted(rows[:12, 0].tolist()) for rows in whole] != [sorted(whole[0][12:, 0].tolist())] * 2
+    assert sorted(torch.cat([rows[:12] for rows in whole])[:, 0].tolist()) == list(range(24))
+
+
+# ---------------------------------------------------------------------------------------- resuming
+
+
+def refused(out: Path, resume: str, **options: Any) -> str:
+    with pytest.raises(UserError) as error:
+        begin(out, resume=resume, **options)
+    return str(error.value)
+
+
+def saved(out: Path) -> None:
+    epoch(begin(out, about={"classes": ["cat", "dog"], "size": 8}))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with one epoch."""
+    folder = tmp_path_factory.mktemp("trained")
+    ranks.call(saved, folder / "out", folder=folder, ranks=1)
+    return folder / "out"
+
+
+def test_checkpoint_of_another_model(trained: Path, tmp_path: Path) -> None:
+    path = str(next((trained / "checkpoints").iterdir()))
+    call = (refused, tmp_path / "out", path)
+    message = ranks.call(_other_model, *call[1:], folder=tmp_path, ranks=1)[0]
+    assert "does not fit model" in message
+    assert "\n" not in message
+
+
+def _other_model(out: Path, resume: str) -> str:
+    return refused(out, resume, model=nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("classes", "features", "words"),
+    [(["dog", "cat"], 2, ["cat", "dog"]), (["cat", "dog"], 3, ["does not fit"]), (None, 3, ["fit"])],
+)
+def test_weights_that_do_not_fit(
+    classes: list[str] | None, features: int, words: list[str], trained: Path, tmp_path: Path
+) -> None:
+    path = str(trained / "best.safetensors")
+    arguments = (tmp_path / "out", path, classes, features)
+    message = ranks.call(_other_weights, *arguments, folder=tmp_path, ranks=1)[0]
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+
+
+def _other_weights(out: Path, resume: str, classes: Any, features: int) -> str:
+    return refused(out, resume, model=nn.Linear(2, features), about={"classes": classes})
+
+
+def lines(out: Path, **flags: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        with contextlib.redirect_stderr(output):
+            begin(out, **flags)
+    return output.getvalue()
+
+
+def _greetings(out: Path) -> list[str]:
+    first = lines(out / "a", deterministic=True)
+    args = RunArgs(out=out / "b", batch_size=96)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        Run(args, torch.device("cpu"), "pipeline", replicas=2, model=nn.Linear(1, 1))
+    return [first, output.getvalue()]
+
+
+def test_first_lines_say_what_is_trained(tmp_path: Path) -> None:
+    first, second = ranks.call(_greetings, tmp_path / "out", folder=tmp_path, ranks=1)[0]
+    assert "batch 12 = 1 rank x 12" in first
+    assert "--deterministic" in first
+    assert "batch 96 = 2 replicas x 48" in second
+
+
+def _commit(out: Path) -> None:
+    os.environ["SOURCE_REVISION"] = "abc"
+    run = begin(out, model=(model := nn.Linear(1, 1)))
+    epoch(run)
+    run.finish(model, images=7)
+
+
+def test_result_names_the_source(tmp_path: Path) -> None:
+    ranks.call(_commit, tmp_path / "out", folder=tmp_path, ranks=1)
+    result = ranks.Training(tmp_path / "out", [], []).result
+    assert (result["commit"], result["images"], result["steps"]) == ("abc", 7, 1)
+    assert {"seconds", "host", "argv", "threads", "device", "metrics", "best"} <= result.keys()
