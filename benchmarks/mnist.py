@@ -1,0 +1,82 @@
+"""Seconds from the command to 99% test accuracy on MNIST, beside pytorch/examples.
+
+    python -m benchmarks.mnist --peer ../pytorch-examples
+
+A run ends with the output line that reports the accuracy. The peer runs with its default recipe.
+"""
+
+import re
+import shutil
+import tempfile
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import Claim, Measurement, compare, lines, medians, ratio
+
+PEER = "pytorch/examples mnist/main.py"
+OURS = (
+    "python",
+    "-m",
+    "examples.mnist_ddp_spawn",
+    "--dataset",
+    "mnist",
+    "--epochs",
+    3,
+    "--lr",
+    0.3,
+)
+FLOORS = {"1 process": 30.0, "2 processes": 24.0}
+
+
+def ours(nproc: int, data: Path, target: float) -> float:
+    """Return the seconds of mnist_ddp_spawn."""
+    with tempfile.TemporaryDirectory() as out:
+        words = (*OURS, "--lr", 0.3, "--nproc", nproc, "--data-dir", data, "--out", out)
+        with closing(lines(words)) as output:
+            for seconds, line in output:
+                accuracy = re.search(r"^epoch.* accuracy ([\d.]+)", line)
+                if accuracy and float(accuracy[1]) >= target:
+                    return seconds
+    raise SystemExit("error: mnist_ddp_spawn did not reach the target")
+
+
+def peer(folder: Path, target: float) -> float:
+    """Return the seconds of pytorch/examples."""
+    with closing(lines(("python", "-u", "main.py"), folder)) as output:
+        for seconds, line in output:
+            accuracy = re.search(r"Test set: .*Accuracy: (\d+)/(\d+)", line)
+            if accuracy and int(accuracy[1]) / int(accuracy[2]) >= target:
+                return seconds
+    raise SystemExit("error: the peer did not reach the target")
+
+
+def measure(args: Measurement) -> dict[str, Any]:
+    """Compare one process, two processes and the peer."""
+    target = 0.9 if args.quick else 0.99
+    with tempfile.TemporaryDirectory() as temporary:
+        data = Path(temporary, "data")
+        shutil.copytree(args.data / "mnist", data)  # torchvision unpacks beside the files
+        programs = {
+            "1 process": partial(ours, 1, data, target),
+            "2 processes": partial(ours, 2, data, target),
+        }
+        for program in programs.values():
+            program()  # unpacks, compiles bytecode and fills the file cache
+        if args.peer:
+            folder = Path(temporary, "mnist")
+            shutil.copytree(args.peer / "mnist", folder)
+            programs[PEER] = partial(peer, folder, target)
+        samples = compare(programs, 1 if args.quick else args.rounds)
+    claims = [
+        Claim(f"MNIST to 99%, {name}, faster than {PEER}", ratio(samples, PEER, name), floor)
+        for name, floor in FLOORS.items()
+        if PEER in samples
+    ]
+    return {"unit": "s", "samples": samples, "medians": medians(samples), "claims": claims}
+
+
+if __name__ == "__main__":
+    harness.main("mnist", measure)
