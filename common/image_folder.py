@@ -57,6 +57,11 @@ class ImageFolder(datasets.ImageFolder):
                 f"*.jpg ({readable(root.parent)} contains {siblings or 'no folder'})"
             ) from None
 
+    @property
+    def columns(self) -> dict[str, list[str]]:
+        """The files, for predictions.csv."""
+        return {"file": [readable(path) for path, _ in self.samples]}
+
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         """Return the class names and their labels."""
         names = list(self.known_classes or _class_folders(directory))

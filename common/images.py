@@ -5,6 +5,7 @@ Images are bytes until they are on the device.
 
 import functools
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torchvision.transforms.v2 import functional as F
 from common.data import image_data
 from common.image_folder import ImageFolder, readable
 from common.launch import UserError
-from common.rank import print0
+from common.rank import cores, print0
 from common.sampler import ResumableSampler
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels in 0..1
@@ -30,7 +31,7 @@ class InMemoryImages(TensorDataset):
 
     def __init__(self, pixels: Tensor, labels: Tensor, classes: Sequence[str]) -> None:
         super().__init__(pixels, labels)
-        self.classes = list(classes)
+        self.classes, self.columns = list(classes), dict[str, list[str]]()
 
     def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
         """Return an image and its label; the key is an index or (epoch, index)."""
@@ -61,7 +62,7 @@ def image_loaders(
         batch_size: samples per replica and step.
         image_size: height and width of the images, in pixels.
         seed: of the sample order and the crops.
-        workers: loader processes of this rank, which share the list of files.
+        workers: loader processes of this rank; -1 is its share of the cores less one.
         rank: number of this data-parallel replica; default: the rank.
         replicas: number of data-parallel replicas; default: the world size.
         dummy: use random pixels, to measure the speed of training without files.
@@ -73,6 +74,8 @@ def image_loaders(
     """
     train: Any
     test: Any
+    if workers < 0:  # more than 16 feed any GPU
+        workers = max(0, min(16, cores() // int(os.environ["LOCAL_WORLD_SIZE"]) - 1)) if data else 0
     if dummy:
         train, test = _dummy_images(batch_size * (replicas or dist.get_world_size()), image_size)
     elif data is None:
@@ -88,7 +91,7 @@ def image_loaders(
     loader: Any = functools.partial(
         DataLoader,
         batch_size=batch_size,
-        num_workers=workers,
+        num_workers=workers,  # forked; they share the list of files
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         timeout=timeout if workers else 0,

@@ -275,12 +275,12 @@ class Run:
         names = {name: "loss/test" if name == "loss" else f"test/{name}" for name in metrics}
         self.scalars(self.step, {names[name]: value for name, value in metrics.items()})
         shown = "  ".join(
-            f"{'test loss' if name == 'loss' else name} {value:.4g}"
-            for name, value in list(metrics.items())[:3]  # the line fits 80 columns
+            f"test loss {value:.3g}" if name == "loss" else f"{name} {value:.4g}"
+            for name, value in list(metrics.items())[:2]  # the line fits 80 columns
         )
         loss = self._loss_sum / max(1, self._loss_count)
         self.print0(
-            f"epoch {self.epoch + 1}/{self._epochs}  loss {loss:.4g}  {shown}  "
+            f"epoch {self.epoch + 1}/{self._epochs}  loss {loss:.3g}  {shown}  "
             f"{self._speed:,.0f} samples/s{'  best' * best}"
         )
         if best:
