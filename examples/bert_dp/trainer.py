@@ -54,6 +54,7 @@ def train(args: Args) -> None:
         [{**tokenizer(text, **limit), "label": label} for text, label in part]
         for part in (train_set, validation_set)
     ]
+    cuda = torch.cuda.is_available()
     arguments = TrainingArguments(
         output_dir=str(args.out / "checkpoints"),
         num_train_epochs=args.epochs,
@@ -67,7 +68,8 @@ def train(args: Args) -> None:
         weight_decay=0.01,
         metric_for_best_model="f1",
         load_best_model_at_end=True,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        use_cpu=not cuda,  # without it, processes on CPUs would not join a group
+        dataloader_pin_memory=cuda,
         average_tokens_across_devices=False,  # else a mean loss is multiplied by the processes
         report_to="none",
         seed=args.seed,
@@ -80,7 +82,8 @@ def train(args: Args) -> None:
         processing_class=tokenizer,
         compute_metrics=compute_metrics,
     )
-    print(f"{reviews.about}; {arguments.n_gpu} GPU(s) in this process")
+    if trainer.is_world_process_zero():
+        print(f"{reviews.about}; {arguments.world_size} process(es), {arguments.n_gpu} GPU(s) each")
     checkpoint = get_last_checkpoint(arguments.output_dir) if args.resume else None
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(str(args.out / "model"))  # the best one, which is loaded at the end

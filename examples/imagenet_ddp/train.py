@@ -25,13 +25,13 @@ from torch.optim import SGD
 from common.ddp import warm_up_buckets
 from common.evaluate import evaluate, write_predictions
 from common.images import image_loaders, normalize
-from common.launch import UserError
-from common.precision import autocast
-from common.rank import init_distributed, local_batch_size, print0, record
+from common.precision import autocast, set_kernels
+from common.rank import init_distributed, print0, record
 from common.run import Run
 
 from .args import Args
-from .model import ExponentialAverage, build_model, load_trained, make_scheduler, options
+from .model import ExponentialAverage, batch_sizes, build_model, load_trained, make_scheduler
+from .model import options as model_options
 
 
 def main(args: Args) -> None:
@@ -45,10 +45,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     device = init_distributed(args, local_rank)  # dist.init_process_group, and the device
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
-    local_batch = local_batch_size(args.batch_size, world_size)
-    micro_batch, rest = divmod(local_batch, args.accumulate)
-    if rest:
-        raise UserError(f"--accumulate {args.accumulate} does not divide {local_batch} per rank")
+    local_batch, micro_batch = batch_sizes(args, world_size)
     loader, test_loader = image_loaders(
         args.data,
         local_batch,
@@ -63,6 +60,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     network = build_model(args, len(classes), device)
     if args.evaluate:
         load_trained(network, args, classes)
+        set_kernels(args.deterministic, device)
         batches = ((normalize(p, device, torch.channels_last), y) for p, y in test_loader)
         metrics = evaluate(network, batches, total, autocast(args.precision, device)).metrics
         print0("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
@@ -89,7 +87,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     source = "random pixels" if args.dummy else args.data or "digits"
     what = f"{args.arch} on {source}, {len(loader.dataset)} training images"
     about = {"classes": classes, "model": args.arch, "size": args.image_size}
-    about["options"] = options(args)
+    about["options"] = model_options(args)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run = Run(args, device, what, about=about, **state, scaler=scaler, ema=ema)  # resumes here
     run.epoch = max(run.epoch, args.start_epoch)
@@ -121,6 +119,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         batches = ((normalize(p, device, torch.channels_last), y) for p, y in test_loader)
         evaluation = evaluate(ema.module if ema else network, batches, total, run.autocast)
         if run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"]):
-            write_predictions(args.out / "predictions.csv", classes, evaluation)
+            columns = test_loader.dataset.columns
+            write_predictions(args.out / "predictions.csv", classes, evaluation, **columns)
     run.finish(model)
     dist.destroy_process_group()

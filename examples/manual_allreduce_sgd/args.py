@@ -19,8 +19,6 @@ class Args(RunArgs):
     """Folder with the files of mnist and fashion-mnist; missing ones are downloaded."""
     lr: float = 0.01
     """Learning rate."""
-    momentum: float = 0.5
-    """Momentum of SGD."""
     seed: int = 1234
     """Seed of parameters and sample order."""
     out: Path = Path("runs/manual_allreduce_sgd")

@@ -92,7 +92,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     model = DigitNet(data.size, data.classes).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # all ranks start with the model of rank 0
-    optimizer = torch.optim.SGD(model.parameters(), args.lr, args.momentum)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.5)
     all_reduce = {"ring": ring_all_reduce, "torch": dist.all_reduce}[args.all_reduce]
     about = {"classes": data.class_names, "model": "DigitNet", "size": data.size}
     run = Run(args, device, str(data), about=about, model=model, optimizer=optimizer)

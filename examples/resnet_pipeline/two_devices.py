@@ -4,9 +4,9 @@
     python -m examples.resnet_pipeline.two_devices --batch-size 120 --split-size 20 --image-size 128
 
 In the naive form, one device waits while the other computes. `PipelineParallelResNet50` splits the
-batch. A CUDA call returns before the device has computed, so a plain loop keeps two GPUs busy. A
-CPU computes within the call: without two GPUs both "devices" are the same one, and nothing
-overlaps. pipeline.py runs each half in a process of its own, which is faster on CPUs as well.
+batch: a CUDA call returns before the device has computed, so a plain loop keeps two GPUs busy. A
+CPU computes within the call. Without two GPUs, nothing overlaps here; pipeline.py runs each half in
+a process of its own, which also pays on CPUs.
 """
 
 import timeit
@@ -37,14 +37,10 @@ class ToyModel(nn.Module):
 
 
 class ModelParallelResNet50(ResNet):
-    """ResNet-50 in two halves: one device computes while the other waits.
-
-    GroupNorm normalizes each sample by itself. BatchNorm would normalize each micro-batch, and the
-    gradients of this class and of the next one would differ.
-    """
+    """ResNet-50 in two halves: one device computes while the other waits."""
 
     def __init__(self, devices: tuple[str, str]) -> None:
-        norm = partial(nn.GroupNorm, 32)
+        norm = partial(nn.GroupNorm, 32)  # per sample; BatchNorm would depend on the micro-batches
         super().__init__(Bottleneck, [3, 4, 6, 3], num_classes=10, norm_layer=norm)
         self.devices = devices
         stem = (self.conv1, self.bn1, self.relu, self.maxpool)
