@@ -31,7 +31,7 @@ HANG = 240.0  # seconds
 LIBRARIES = "torch._dynamo torchvision torch.utils.tensorboard sklearn.metrics transformers pandas"
 LIBRARIES += " safetensors.torch matplotlib.pyplot tyro tqdm"
 
-os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(LIBRARIES.split())

@@ -159,7 +159,13 @@ class Broken(torch.utils.data.Dataset):
     def __len__(self): return 1437
     def __getitem__(self, index): raise UserError(f"sample {index} is damaged")
 def report("""
-    mutate = [(TRAIN, "loader = DataLoader(\n        data.train,", "loader = DataLoader(\n        Broken(),")]
+    mutate = [
+        (
+            TRAIN,
+            "loader = DataLoader(\n        data.train,",
+            "loader = DataLoader(\n        Broken(),",
+        )
+    ]
     mutate += [(TRAIN, "def report(", broken)]
     training = run(2, ["--workers", "1"], tmp_path / "out", mutate=mutate)
     assert 2 in training.codes, training.text

@@ -48,9 +48,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 @pytest.mark.parametrize("case", [case for case in cases() if case.number == 0], ids=str)
-def test_example_starts_from_nothing(
-    case: Case, launcher: str, data: Path, tmp_path: Path
-) -> None:
+def test_example_starts_from_nothing(case: Case, launcher: str, data: Path, tmp_path: Path) -> None:
     module = f"examples.{case.example}"
     command = [*PYTHON, module] if launcher == "python" else torchrun(nproc=1, module=module)
     flags = [*case.flags(data / str(case)), "--device", "cpu", "--epochs", "1"]

@@ -1,5 +1,6 @@
 """A run that is killed and resumed has the bits of an undisturbed run."""
 
+import re
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
@@ -29,8 +30,15 @@ def rows() -> list[tuple[Case, int, list[tuple[int, float, int]]]]:
     ]
 
 
+def last_epoch(run: ranks.Training) -> str:
+    """Return the line of the last epoch, without its speed."""
+    return re.findall(r"^(epoch .*?)  [\d,]+ samples/s", run.text, re.MULTILINE)[-1]
+
+
 @pytest.mark.parametrize(
-    ("case", "world_size", "fate"), rows(), ids=[f"{row[0]}-{row[1]}-{i}" for i, row in enumerate(rows())]
+    ("case", "world_size", "fate"),
+    rows(),
+    ids=[f"{row[0]}-{row[1]}-{i}" for i, row in enumerate(rows())],
 )
 def test_resumed_run_has_the_same_bits(
     case: Case,
@@ -59,6 +67,7 @@ def test_resumed_run_has_the_same_bits(
     assert resumed.result["metrics"] == whole.result["metrics"]
     assert resumed.result["best"] == whole.result["best"]
     assert resumed.points() == whole.points()
+    assert last_epoch(resumed) == last_epoch(whole)
     best, expected = (load_file(run.out / "best.safetensors") for run in (resumed, whole))
     torch.testing.assert_close(best, expected, rtol=0, atol=0)
     if (whole.out / "predictions.csv").exists():

@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import subprocess
+import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ Document = dict[str, Any]
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "docker").glob("*/Dockerfile"))
 EXAMPLES.remove("base")
 OVERLAYS = sorted(path.name for path in (ROOT / "k8s" / "overlays").iterdir())
-REGISTRY, TAG = "localhost/distributed-training-examples", "0.1.0"
+REGISTRY = "localhost/distributed-training-examples"
+TAG = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 UNITS = {"": 1.0, "m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests import programs
 from tests.deploy.rendered import EXAMPLES, REGISTRY, ROOT, TAG, Manifests, manifests
 from tests.hooks import At
 
+pytestmark = pytest.mark.timeout(900)  # the first build downloads the packages
 E2E = ROOT / "tests" / "e2e"
 PAGE = (ROOT / "docs" / "en" / "docker.md").read_text().replace("\\\n", " ")
 BUILDS = re.findall(r"^docker (build .*) \.$", PAGE, re.MULTILINE)
@@ -82,14 +84,20 @@ def run(image: str, *words: object, flags: list[str], name: str = "") -> End:
         podman("rm", "--force", "--ignore", name)
 
 
+def for_this_machine() -> list[str]:
+    """Return what a build of the base needs here: another base, and the network."""
+    base = subprocess.check_output([E2E / "prepare.sh"], env=ENV, text=True).strip()
+    revision = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    arguments = f"BASE_IMAGE={base}", f"REVISION={revision}"
+    words = [word for argument in arguments for word in ("--build-arg", argument)]
+    return ["--network", "host", *words, str(ROOT)]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def images() -> None:
     """Build the base and every example with the page's lines, on a minimal Debian."""
-    base = subprocess.check_output([E2E / "prepare.sh"], env=ENV, text=True).strip()
     for_base, for_example = BUILDS
-    revision = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
-    more = f"--network host --build-arg BASE_IMAGE={base} --build-arg REVISION={revision} {ROOT}"
-    podman(*for_base.split(), *more.split()).done()
+    podman(*for_base.split(), *for_this_machine()).done()
     for name in EXAMPLES:
         podman(*for_example.replace("imagenet_ddp", name).split(), ROOT).done()
 
@@ -103,7 +111,7 @@ def out(tmp_path: Path) -> Path:
     return folder
 
 
-def result(folder: Path) -> dict:
+def result(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
@@ -146,6 +154,15 @@ def test_the_commands_of_the_page(out: Path) -> None:
             (out / str(user)).chmod(0o1777)
             words = re.sub(r"^\w+:", f"{out}/{user}:", command).replace("imagenet_ddp", "gan_ddp")
             podman("run", "--rm", "-v", *words.split(), *SHORT["gan_ddp"].split()).done()
+
+
+@pytest.mark.nightly
+def test_compile_in_a_hardened_container(out: Path) -> None:
+    """An image with a compiler, and a tmpfs from which compiled code can be loaded."""
+    name = f"{REGISTRY}/base:{TAG}-compile"
+    podman(*BUILDS[0].split()[:-1], name, "--build-arg", "COMPILER=yes", *for_this_machine()).done()
+    words = ["-m", "examples.imagenet_ddp", "--compile", *SHORT["imagenet_ddp"].split()]
+    assert "Traceback" not in run(name, *words, flags=["--volume", f"{out}:/out"]).done().log
 
 
 # ------------------------------------------------------------------------------- pods of a job

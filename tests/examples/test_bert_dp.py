@@ -3,8 +3,10 @@
 import csv
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -13,16 +15,16 @@ from unittest import mock
 import pandas
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer, BertForSequenceClassification, RobertaConfig, pipeline
+
 from common.launch import UserError
 from examples.bert_dp import predict, trainer
 from examples.bert_dp.args import REVIEWS
 from examples.bert_dp.data import Reviews
 from examples.bert_dp.further import baseline
 from examples.bert_dp.model import pretrained, small
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoTokenizer, BertForSequenceClassification, RobertaConfig, pipeline
-
 from tests import programs, ranks
 from tests.ranks import At
 from tests.reference import bert_dp as reference
@@ -97,7 +99,8 @@ def test_a_table_that_is_none_is_a_users_mistake(
 def test_the_vocabulary_can_write_its_own_texts(tmp_path: Path, text: str) -> None:
     tokenizer = small([text, "房间"], 64)[1]
     tokenizer.save_pretrained(tmp_path)
-    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):  # what pipeline uses
+    saved: Any = AutoTokenizer.from_pretrained(tmp_path)  # what pipeline uses
+    for each in (tokenizer, saved):
         ids = each(text)["input_ids"]
         assert each.unk_token_id not in ids
         kept = [c for c in text.lower() if not c.isspace() and c != "\u200d"]
@@ -197,7 +200,7 @@ def test_a_folder_that_is_no_bert_is_a_users_mistake(bert: Path, damage: Any, wo
 def test_positions_and_head_must_be_there_if_they_are_needed(bert: Path) -> None:
     with pytest.raises(UserError, match="--max-length is 600"):
         pretrained(bert, 600)
-    with pytest.raises(UserError, match="lack bert.pooler"):
+    with pytest.raises(UserError, match="lack bert"):
         pretrained(bert, 20, new_head=False)
 
 
@@ -243,15 +246,17 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> ranks.Training:
     return ranks.run("bert_dp", 1, FIVES, out=tmp_path_factory.mktemp("bert") / "one").done()
 
 
-def test_unequal_chunks_train_like_one_device(one: ranks.Training, tmp_path: Path) -> None:
+def test_unequal_chunks_train_like_a_plain_loop(tmp_path: Path) -> None:
     change = ("examples.bert_dp.train", WRAPPED, FOUR)
     four = ranks.run("bert_dp", 1, FIVES, out=tmp_path / "four", mutate=[change]).done()
-    assert len(one.losses) == 57
-    assert four.losses == pytest.approx(one.losses, rel=1e-3)
-    assert four.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-3)
+    expected = ranks.call(reference.train, FIVES, folder=tmp_path / "expected")
+    assert len(four.losses) == 57
+    assert four.losses[:10] == pytest.approx(expected.losses[:10], rel=1e-5)
+    assert four.losses == pytest.approx(expected.losses, rel=1e-2)
+    assert four.result["metrics"] == pytest.approx(expected.metrics, rel=1e-2)
 
 
-def test_bf16_is_entered_in_the_threads_of_the_devices() -> None:
+def test_replicas_compute_in_bf16() -> None:
     from examples.bert_dp.train import Classifier
 
     bert, seen = small(["很好"], 8)[0], []
@@ -323,8 +328,8 @@ def test_each_row_of_a_table_comes_back_with_its_prediction(
     rows = [row or [""] for row in rows if row or len(header) == 1]
     rows = [row + [""] * (len(header) - len(row)) for row in rows]
     assert names[:-2] == header
-    assert names[-2].startswith("prediction") and names[-2] not in header
-    assert names[-1].startswith("probability") and names[-1] not in header
+    assert [name.split("_")[0] for name in names[-2:]] == ["prediction", "probability"]
+    assert not {*names[-2:]} & {*header}
     assert [row[:-2] for row in answers] == rows
     texts = [row[header.index("review")].strip() for row in rows]
     assert {row[-2] for row in answers} <= {"好评", "差评", ""}
@@ -340,9 +345,10 @@ def test_a_sentence_is_classified_by_the_program(one: ranks.Training, tmp_path: 
     command = (*programs.PYTHON, "examples.bert_dp.predict", "--model", one.out / "model")
     done = programs.run(*command, "--text", "房间干净，服务热情。", "--csv", table)
     label, probability = done.stdout.split()
-    assert label in ("好评", "差评") and 0.5 <= float(probability) <= 1
+    assert label in ("好评", "差评")
+    assert 0.5 <= float(probability) <= 1
     assert (done.code, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("error: ") and "--column" in done.stderr
+    assert re.match("error: .*--column", done.stderr)
 
 
 # --------------------------------------------------------------------------- Trainer and baseline
@@ -350,8 +356,8 @@ def test_a_sentence_is_classified_by_the_program(one: ranks.Training, tmp_path: 
 
 @pytest.mark.filterwarnings("default")  # of transformers
 def test_the_trainer_keeps_its_best_model(bert: Path, tmp_path: Path) -> None:
-    flags = {"csv": bert.parent / "reviews.csv", "model": str(bert), "max_length": 20, "lr": 1e-2}
-    run = trainer.Args(**flags, epochs=5, out=tmp_path / "out")
+    data: Any = {"csv": bert.parent / "reviews.csv", "model": str(bert), "max_length": 20}
+    run = trainer.Args(**data, lr=1e-2, epochs=5, out=tmp_path / "out")
     trainer.train(run)
     checkpoints = tmp_path / "out/checkpoints"
     assert len(list(checkpoints.glob("checkpoint-*"))) <= 3
@@ -367,7 +373,7 @@ def test_the_trainer_keeps_its_best_model(bert: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded, weights, rtol=0, atol=0)
 
     shutil.rmtree(newest)
-    trainer.train(trainer.Args(**flags, epochs=5, out=tmp_path / "out", resume=True))
+    trainer.train(replace(run, resume=True))
     again = json.loads((newest / "trainer_state.json").read_text())
     assert again["log_history"][-1]["eval_loss"] == state["log_history"][-1]["eval_loss"]
 

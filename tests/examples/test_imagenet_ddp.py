@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +10,6 @@ from signal import SIGKILL, SIGTERM
 import pytest
 import torch
 import tyro
-from pytest import approx
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -63,21 +61,22 @@ def test_ranks_train_the_same_model(
     run = ranks.run(
         EXAMPLE, world_size, words, out=tmp_path / "out", nodes=nodes, mutate=GROUP_NET
     ).done()
-    assert run.losses == approx(plain.losses, rel=1e-5)
-    assert run.result["metrics"] == approx(plain.metrics, rel=1e-4)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert run.result["metrics"] == pytest.approx(plain.metrics, rel=1e-4)
     assert [int(row["prediction"]) for row in run.rows()] == plain.predictions
+    assert all(f"/{row['label_name']}/" in row["file"] for row in run.rows())
     assert_same_state(run.checkpoint()["parts"]["model"], plain.state)
     assert "12 images" not in run.text
     assert "has no images of 1 class(es): class 11" in run.text
 
 
 def test_batch_norm_and_dropout_are_those_of_each_rank(images: Path, tmp_path: Path) -> None:
-    words = flags(images, "--accumulate", "3")
+    words = flags(images)
     plain = ranks.call(reference.train, words, 2, folder=tmp_path / "plain")
     alone = ranks.call(reference.train, words, 1, folder=tmp_path / "alone")
     run = ranks.run(EXAMPLE, 2, words, out=tmp_path / "out").done()
-    assert run.losses == approx(plain.losses, rel=1e-4)
-    assert run.losses != approx(alone.losses, rel=1e-3)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-4)
+    assert run.losses != pytest.approx(alone.losses, rel=1e-3)
     assert_same_state(load_file(run.out / "best.safetensors"), run.checkpoint()["parts"]["model"])
     statistics = {n: v for n, v in plain.state.items() if n.startswith("features.0.1")}
     found = run.checkpoint()["parts"]["model"]
@@ -127,6 +126,7 @@ def test_average_is_that_of_torch() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_host_does_not_wait_for_the_average() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).cuda()
     average = ExponentialAverage(model, 0.7)
@@ -144,7 +144,7 @@ def test_start_epoch_is_an_epoch_of_a_longer_run(images: Path, tmp_path: Path) -
     order = torch.randperm(66, generator=torch.Generator().manual_seed(3 + 2))
     inputs, labels = data.batch(2, order[:12])
     loss = nn.functional.cross_entropy(reference.GroupNet(12)(inputs), labels, label_smoothing=0.1)
-    assert run.losses[0] == approx(loss.item(), rel=1e-5)
+    assert run.losses[0] == pytest.approx(loss.item(), rel=1e-5)
     assert run.checkpoint()["parts"]["scheduler"]["_last_lr"] == [0]
 
 
@@ -157,8 +157,8 @@ def test_fp16(images: Path, tmp_path: Path, scale: str) -> None:
     run = ranks.run(EXAMPLE, 2, words, out=tmp_path / "out", mutate=mutate).done()
     plain = ranks.call(reference.train, flags(images), 1, reference.GroupNet, folder=tmp_path / "p")
     if not scale:
-        assert run.losses == approx(plain.losses, rel=1e-2)
-        assert run.losses != approx(plain.losses, rel=1e-6)
+        assert run.losses == pytest.approx(plain.losses, rel=1e-2)
+        assert run.losses != pytest.approx(plain.losses, rel=1e-6)
     else:
         skipped = [a == b for a, b in zip(run.losses[::5], run.losses[5::5], strict=False)]
         assert not all(skipped)
@@ -213,7 +213,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tenso
 def test_pretrained_has_a_new_head(
     images: Path, tmp_path: Path, hub: tuple[Path, dict[str, Tensor]]
 ) -> None:
-    env = dict.fromkeys((0, 1), {"TORCH_HOME": str(hub[0])})
+    env = {rank: {"TORCH_HOME": str(hub[0])} for rank in (0, 1)}
     words = flags(images, "--pretrained", "--lr", "0", "--epochs", "1")
     run = ranks.run(EXAMPLE, 2, words, out=tmp_path / "out", env=env).done()
     assert "DEFAULT" in run.text or "IMAGENET1K" in run.text
@@ -263,8 +263,8 @@ def test_newest_pretrained_weights() -> None:
 def test_mistakes_are_one_line(images: Path, tmp_path: Path, words: str, message: str) -> None:
     run = ranks.run(EXAMPLE, 2, flags(images, *words.split()), out=tmp_path / "out")
     assert run.codes == [2, 2]
-    assert f"error: {message}" in run.text
-    assert run.text.count("error:") == 1
+    (error,) = re.findall("^error: (.*)", run.text, re.MULTILINE)
+    assert message in error
 
 
 def test_damaged_image_is_one_line(images: Path, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_flags_of_pytorch_examples() -> None:
     line = "-a resnet50 --dist-url tcp://HOST0:29500 --dist-backend nccl --world-size 2 --rank 1"
     args = tyro.cli(Args, args=[*line.split(), "--multiprocessing-distributed", "DIR"])
     assert (args.data, args.arch, args.world_size, args.rank) == (Path("DIR"), "resnet50", 2, 1)
-    assert (args.epochs, args.batch_size, args.image_size, args.workers) == (90, 256, 224, 4)
+    assert (args.epochs, args.batch_size, args.image_size) == (90, 256, 224)
     assert (args.lr, args.momentum, args.weight_decay) == (0.1, 0.9, 1e-4)
     line = "-j 3 --epochs 5 --start-epoch 1 -b 8 --lr 1 --momentum 0 --wd 0 -p 7 --seed 2 -e DIR"
     args = tyro.cli(Args, args=[*line.split(), "--resume", "model.pth", "--pretrained", "--dummy"])
@@ -313,7 +313,7 @@ def test_flags_of_pytorch_examples() -> None:
         True,
     )
     digits = Args()
-    assert (digits.epochs, digits.batch_size, digits.image_size, digits.workers) == (6, 96, 32, 0)
+    assert (digits.epochs, digits.batch_size, digits.image_size) == (6, 96, 32)
 
 
 @pytest.mark.parametrize(
@@ -356,4 +356,3 @@ def test_batch_script_requests_one_task_per_gpu() -> None:
     assert requested["signal"] == "TERM@180"  # time to save
     assert requested["open-mode"] == "append"
     assert {"requeue", "cpus-per-task", "mem"} <= requested.keys()
-    assert shlex.split(SCRIPT.read_text().splitlines()[0]) == []

@@ -5,22 +5,17 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from pytest import approx
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.checkpoint import checkpoint
 
-from examples.manual_allreduce_sgd.allreduce import (
-    average_each_gradient,
-    recursive_doubling,
-    reduce_broadcast,
-)
-from examples.manual_allreduce_sgd.further import compress, local_sgd, shared_memory
-from examples.manual_allreduce_sgd.further.buckets import Buckets
+from examples.manual_allreduce_sgd import allreduce
+from examples.manual_allreduce_sgd.further import buckets, compress, local_sgd, shared_memory
 from examples.manual_allreduce_sgd.run import launch
 from examples.manual_allreduce_sgd.train import (
     average_gradients,
@@ -42,7 +37,8 @@ def sums() -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     found = {}
     for algorithm in (
-        *(dist.all_reduce, ring_all_reduce, in_pieces, recursive_doubling, reduce_broadcast),
+        *(dist.all_reduce, ring_all_reduce, in_pieces),
+        *(allreduce.recursive_doubling, allreduce.reduce_broadcast),
     ):
         generator.manual_seed(dist.get_rank())
         numbers = [torch.randint(10**9, (n,), generator=generator) for n in SIZES]
@@ -72,8 +68,8 @@ def sent(elements: int) -> list[tuple[int, int]]:
             messages.append((tensor.numel(), peer))
         return operation(function, tensor, peer)
 
-    dist.P2POp = counted  # type: ignore[assignment,misc]
-    ring_all_reduce(torch.ones(elements))
+    with patch.object(dist, "P2POp", counted):
+        ring_all_reduce(torch.ones(elements))
     return messages
 
 
@@ -114,7 +110,7 @@ def average_in_a_ring(model: nn.Module) -> None:
     average_gradients(model, ring_all_reduce)
 
 
-@pytest.mark.parametrize("average", [average_in_a_ring, average_each_gradient])
+@pytest.mark.parametrize("average", [average_in_a_ring, allreduce.average_each_gradient])
 def test_gradients_become_their_means(average: Any, tmp_path: Path) -> None:
     for gradients in ranks.call(averaged, average, folder=tmp_path, ranks=3):
         assert [g.unique().tolist() for g in gradients] == [[2.0], [2.0 * 9]]
@@ -125,7 +121,7 @@ def test_each_rank_prints_its_mean_loss(tmp_path: Path) -> None:
     means = [re.findall(rf"rank {rank}: mean loss (\S+)", run.text) for rank in (0, 1)]
     own = [float(mean) for (mean,) in means]
     assert own[0] != own[1]
-    assert sum(own) / 2 == approx(sum(run.losses) / len(run.losses), abs=1e-3)
+    assert sum(own) / 2 == pytest.approx(sum(run.losses) / len(run.losses), abs=1e-3)
 
 
 # ----------------------------------------------------------------------------------- further
@@ -149,13 +145,13 @@ class Shared(nn.Module):
 def bucketed(bucket_bytes: int) -> tuple[list[int], float, str]:
     torch.manual_seed(0)
     model = Shared()
-    buckets, overlapped, difference, message = Buckets(model, bucket_bytes), [], 0.0, ""
+    averaging, overlapped, difference, message = buckets.Buckets(model, bucket_bytes), [], 0.0, ""
     for step in range(4):
         inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank() + step))
         model.zero_grad()
         model(inputs.clone()).square().sum().backward()
-        buckets.wait()
-        overlapped.append(buckets.overlapped)
+        averaging.wait()
+        overlapped.append(averaging.overlapped)
         mean = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         expected = plain_gradients(model, inputs)
         difference = max((m - e).abs().max().item() for m, e in zip(mean, expected, strict=True))
@@ -216,8 +212,8 @@ def test_error_feedback_loses_nothing(make: Any, tmp_path: Path) -> None:
     assert applied[0].equal(applied[1])
     assert applied[0].equal(applied[2])
     rounded = make is compress.BFloat16  # the sum over the ranks is rounded, too
-    tolerance = {"atol": 0.3 if rounded else 1e-4, "rtol": 0.0}
-    torch.testing.assert_close(applied[0] + error.mean(0), true.mean(0), **tolerance)
+    difference = applied[0] + error.mean(0) - true.mean(0)
+    assert difference.abs().max() < (0.3 if rounded else 1e-4)
     assert (error.abs().max() > 0.5) == (make in (top_ten, power_sgd))
 
 
@@ -280,70 +276,68 @@ def outer_steps() -> tuple[list[float], list[float]]:
 
 def test_diloco_is_its_formula(tmp_path: Path) -> None:
     for found, formula in ranks.call(outer_steps, folder=tmp_path, ranks=3):
-        assert found == approx(formula, rel=1e-5)
+        assert found == pytest.approx(formula, rel=1e-5)
 
 
 def in_memory(world_size: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the sum of the ranks' rows, and the weights of a training in shared memory."""
-    memory = shared_memory.SharedMemory(world_size, length)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).requires_grad_()
-    nn.init.zeros_(model[1].weight)
-    nn.init.zeros_(model[1].bias)
-    model.share_memory()  # to read the result here; all ranks write the same
-    gradients = shared_memory.SharedMemory(world_size, 650)
+    """Return the sum of the ranks' rows, and the parameters that each rank trained."""
+    memory, gradients, trained = (
+        shared_memory.SharedMemory(world_size, n) for n in (length, 650, 650)
+    )
 
     def run() -> None:
-        for round_number in range(3):  # nothing remains of the sum before
-            memory.own.copy_(torch.arange(length) + 100.0 * dist.get_rank() + round_number)
+        for number in range(3):  # nothing remains of the sum before
+            memory.own.copy_(torch.arange(length) + 100.0 * dist.get_rank() + number)
             memory.sum()
-        own = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        own.load_state_dict(model.state_dict())
-        shared_memory.train(own, gradients, epochs=1)
-        dist.barrier()
-        model.load_state_dict(own.state_dict())
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+        shared_memory.train(model, gradients, epochs=1)
+        trained.own.copy_(parameters_to_vector(model.parameters()).detach())
 
     launch(run, world_size)
-    return memory.rows[-1].clone(), model[1].weight.detach().clone()
+    return memory.rows[-1].clone(), trained.rows[:-1].clone()
 
 
 @pytest.mark.parametrize(("world_size", "length"), [(2, 1000), (3, 2), (5, 13)])
 def test_shared_memory_sums_and_trains(world_size: int, length: int, tmp_path: Path) -> None:
-    total, weight = ranks.call(in_memory, world_size, length, folder=tmp_path / "memory")
+    total, trained = ranks.call(in_memory, world_size, length, folder=tmp_path / "memory")
     rank_sum = 100 * sum(range(world_size))
     assert total.equal(world_size * (torch.arange(length) + 2.0) + rank_sum)
-    plain = ranks.call(trained_plainly, folder=tmp_path / "plain")
-    torch.testing.assert_close(weight, plain, atol=1e-5, rtol=0)
-
-
-def trained_plainly() -> Tensor:
-    images, labels = shared_memory.image_data("digits", Path()).train.tensors
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    nn.init.zeros_(model[1].weight)
-    nn.init.zeros_(model[1].bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    for batch in order.split(64):
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[batch]), labels[batch]).backward()
-        optimizer.step()
-    return model[1].weight.detach().clone()
+    plain = ranks.call(local, None, 1, folder=tmp_path / "plain", ranks=1)[0]
+    for parameters in trained:
+        assert parameters.equal(trained[0])
+        torch.testing.assert_close(parameters, parameters_to_vector(plain), atol=1e-5, rtol=0)
 
 
 # -------------------------------------------------------------------------------- programs
 
 
-def output(program: str, *flags: str) -> str:
+def cold(program: str, *flags: str) -> str:
     return programs.run(*programs.PYTHON, f"{PACKAGE}.{program}", *flags).done().stdout
 
 
 def test_smallest_program() -> None:
-    assert sorted(output("run").splitlines()) == [
+    assert sorted(cold("run").splitlines()) == [
         f"rank {rank} of 2: the sum of all ranks is 1" for rank in (0, 1)
     ]
 
 
+def fails_on_rank_1() -> None:
+    assert dist.get_rank() == 0
+
+
+def exit_code() -> object:
+    with pytest.raises(SystemExit) as stop:
+        launch(fails_on_rank_1, 2)
+    return stop.value.code
+
+
+def test_launch_reports_a_failed_rank(tmp_path: Path) -> None:
+    assert ranks.call(exit_code, folder=tmp_path) == 1
+
+
 def test_tour_shows_what_each_rank_has() -> None:
-    text = output("tour", "--nproc", "3")
+    text = cold("tour", "--nproc", "3")
     blocks = [block.splitlines() for block in text.split("\n\n")]
     after = {
         block[0]: [re.split(r"  +", line.strip())[-1] for line in block[2:5]]
@@ -376,20 +370,27 @@ def test_tour_shows_what_each_rank_has() -> None:
     assert all("Error: " in row for rows in refusals for row in rows)
 
 
-def test_programs_print_their_tables() -> None:
-    rows = output("allreduce").splitlines()[1:]
-    assert [row.split()[0] for row in rows] == [
-        *("all_reduce", "ring_all_reduce", "recursive_doubling", "reduce_broadcast")
-    ]
-    text = output("further.buckets", "--steps", "4")
-    assert "6 of 6 buckets sent during backward" in text
-    assert float(text.split()[-1]) < 1e-5
-    text = output("further.compress", "--epochs", "1")
-    assert re.findall(r"(\S+) bytes", text) == ["207,848", "103,924", "6,240", "27,096"]
-    text = output("further.local_sgd", "--epochs", "1")
-    assert re.findall(r"every (\d) step", text) == ["1", "8", "8"]
-    text = output("further.shared_memory", "--epochs", "1", "--megabytes", "1")
-    assert "sum of 1,048,576 bytes" in text
+@pytest.mark.parametrize(
+    ("main", "settings", "facts"),
+    [
+        (allreduce.main, (3,), "^all_reduce|^ring_all|^recursive_d|^reduce_br"),
+        (
+            buckets.main,
+            (2, 4),
+            "^6 of 6 buckets sent during|parameters: (0.0e.00$)?(.*e-0[6-9]$)?$",
+        ),
+        (compress.main, (2, 1), "fp32 +207,848|bf16 +103,924|1% +6,240|4 +27,096"),
+        (local_sgd.main, (2, 8, 1), "SGD .*y 1 step|^local SGD .*y 8 step|DiLoCo .*y 8 step"),
+        (shared_memory.main, (2, 1, 1), r"^accuracy \d|^sum of 1,048,576 bytes: all_reduce"),
+    ],
+)
+def test_programs_print_their_tables(
+    main: Callable[..., None], settings: Any, facts: str, tmp_path: Path
+) -> None:
+    ranks.call(main, *settings, folder=tmp_path)
+    text = (tmp_path / "0.txt").read_text()
+    missing = [f for f in facts.split("|") if not re.search(f, text, re.MULTILINE)]
+    assert not missing, text
 
 
 def test_without_torchft_one_line_says_how_to_install_it() -> None:
@@ -402,7 +403,7 @@ def test_without_torchft_one_line_says_how_to_install_it() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("torchft"), reason="torchft is not installed")
 def test_torchft_repeats_the_step_of_a_killed_replica() -> None:
-    text = output("further.fault_tolerant")
+    text = cold("further.fault_tolerant")
     for line in (
         *("replica 0: step 10 with 2 replica(s) failed", "replica 1 exited with code -9"),
         *("replica 0: step 10 with 1 replica(s) done", "replica 1: step 29 with 2 replica(s) done"),

@@ -1,7 +1,7 @@
 """The eight steps by hand are the plain module, and the replicas run at the same time."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data import DigitNet
+from common.precision import set_kernels
 from examples.mnist_dataparallel.args import Args
 from examples.mnist_dataparallel.eight_steps import EightSteps, scatter
 from examples.mnist_dataparallel.train import InAutocast, choose_devices
@@ -52,7 +53,7 @@ def test_outputs_and_gradients_are_those_of_the_module(samples: int, devices: in
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_three_replicas_on_one_gpu(by_hand: bool) -> None:
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    set_kernels(True, torch.device("cuda"))  # float32 that is float32
     model, (images, labels) = DigitNet(8, 10).cuda(), batch(7)
     images, labels = images.cuda(), labels.cuda()
     expected = model(images)
@@ -103,36 +104,33 @@ def test_several_inputs_are_split_alike() -> None:
     torch.testing.assert_close(parallel(one, other), parallel.module(one, other))
 
 
-_meeting = threading.Barrier(3, timeout=ranks.HANG / 2)
+class Spy(nn.Module):
+    """A linear layer that calls a function with itself and its outputs."""
 
-
-class Meeting(nn.Linear):
-    """A layer that waits in forward and in backward until three threads are there."""
+    def __init__(self, call: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.call = nn.Linear(2, 2), call
 
     def forward(self, inputs: Tensor) -> Tensor:
-        _meeting.wait()
-        outputs = super().forward(inputs)
-        if outputs.requires_grad:
-            outputs.register_hook(lambda gradient: (_meeting.wait(), gradient)[1])
+        outputs = self.layer(inputs)
+        self.call(self, outputs)
         return outputs
 
 
 def test_replicas_run_at_the_same_time() -> None:
-    parallel = EightSteps(Meeting(2, 2), [CPU] * 3)
-    parallel(torch.randn(3, 2)).sum().backward()
-    with torch.no_grad():  # a thread does not inherit it
-        assert not parallel(torch.randn(3, 2)).requires_grad
+    """Three threads wait for each other in forward and in backward."""
+    meeting = threading.Barrier(3, timeout=ranks.HANG / 2)
+
+    def meet(_: nn.Module, outputs: Tensor) -> None:
+        meeting.wait()
+        outputs.register_hook(lambda gradient: (meeting.wait(), gradient)[1])
+
+    EightSteps(Spy(meet), [CPU] * 3)(torch.randn(3, 2)).sum().backward()
 
 
 def test_one_device_needs_neither_thread_nor_copy() -> None:
     seen = []
-
-    class Where(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            seen.append((self, threading.current_thread()))
-            return super().forward(inputs)
-
-    module = Where(2, 2)
+    module = Spy(lambda replica, _: seen.append((replica, threading.current_thread())))
     EightSteps(module, [CPU])(torch.randn(4, 2))
     EightSteps(module, [CPU] * 2)(torch.randn(4, 2))
     assert seen[0] == (module, threading.current_thread())
@@ -154,7 +152,7 @@ def test_replicas_get_buffers_and_mode() -> None:
 def test_parameters_must_be_on_the_first_device() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[1].running_var = model[1].running_var.to("meta")
-    with pytest.raises(RuntimeError, match="1.running_var is on meta"):
+    with pytest.raises(RuntimeError, match=r"1\.running_var is on meta"):
         EightSteps(model, [CPU] * 2)
 
 
@@ -163,18 +161,15 @@ def test_an_error_in_a_replica_is_raised() -> None:
         EightSteps(nn.Linear(2, 2), [CPU] * 2)(torch.randn(4, 3))
 
 
-def test_replicas_compute_in_mixed_precision() -> None:
-    dtypes = list[torch.dtype]()
-
-    class Seen(nn.Linear):
-        def forward(self, inputs: Tensor) -> Tensor:
-            outputs = super().forward(inputs)
-            dtypes.append(outputs.dtype)
-            return outputs
-
-    network = InAutocast(Seen(2, 2), torch.autocast("cpu", torch.bfloat16))
-    assert EightSteps(network, [CPU] * 2)(torch.randn(4, 2)).dtype == torch.float32
-    assert dtypes == [torch.bfloat16] * 2
+def test_threads_of_replicas_inherit_precision_and_grad_mode() -> None:
+    seen = []
+    module = Spy(lambda _, outputs: seen.append((outputs.dtype, outputs.requires_grad)))
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    parallel = EightSteps(InAutocast(module, autocast), [CPU] * 2)
+    assert parallel(torch.randn(4, 2)).dtype == torch.float32
+    with torch.no_grad():
+        assert not parallel(torch.randn(4, 2)).requires_grad
+    assert seen == [(torch.bfloat16, True)] * 2 + [(torch.bfloat16, False)] * 2
 
 
 def test_each_step_of_the_third_iteration_is_printed() -> None:

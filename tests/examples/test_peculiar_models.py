@@ -126,6 +126,10 @@ class MixedPrecision(Model):
 
 
 class Buffers(Model):
+    number: Tensor
+    sliced: Tensor
+    phase: Tensor
+
     def prepare(self) -> None:
         self.norm = nn.BatchNorm1d(30)
         self.register_buffer("sliced", torch.arange(60.0)[::2])
@@ -307,7 +311,7 @@ def template(name: str, out: Path, cut: int = 0) -> None:
     from common.run import Run
 
     model, optimizer, sampler, loader = built(name)
-    test_set = TensorDataset(*(x[:41] for x in loader.dataset.tensors))  # type: ignore[attr-defined]
+    test_set = TensorDataset(*(x[:41] for x in vars(loader.dataset)["tensors"]))
     shard = DistributedSampler(test_set, shuffle=False)
     test_loader = DataLoader(test_set, 64, sampler=shard, generator=torch.Generator())
     args = RunArgs(EPOCHS, 16, resume="auto", out=out, checkpoint_every=3, precision="fp32")
@@ -327,7 +331,7 @@ def template(name: str, out: Path, cut: int = 0) -> None:
 def train_all(folder: Path, rank: int, phase: str) -> None:
     from common import log
 
-    log.draw_curves = lambda *_: None  # takes half a second
+    pytest.MonkeyPatch().setattr(log, "draw_curves", lambda *_: None)  # takes half a second
     method = f"file://{folder}/rendezvous-{phase}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
     torch.use_deterministic_algorithms(True)

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests import ranks
 
 ROOT = Path(__file__).parents[2]
-COMMON, TOOLS, EXAMPLES = (sorted((ROOT / d).rglob("*.py")) for d in ("common", "tools", "examples"))
+COMMON, TOOLS, EXAMPLES = (
+    sorted((ROOT / d).rglob("*.py")) for d in ("common", "tools", "examples")
+)
 PROGRAMS = sorted(path.parent.name for path in EXAMPLES if path.name == "__main__.py")
 TREES = {path: ast.parse(path.read_text()) for path in (*COMMON, *TOOLS, *EXAMPLES)}
 LINES = {path: len(path.read_text().splitlines()) for path in TREES}
@@ -57,9 +60,13 @@ def test_common_is_flat_and_has_few_files() -> None:
 def test_loops_show_the_algorithm() -> None:
     """At most 25 statements in a loop, those of inner loops included."""
     loops = [
-        (path, loop) for path in EXAMPLES for loop in nodes(path, (ast.For, ast.While, ast.AsyncFor))
+        (path, loop)
+        for path in EXAMPLES
+        for loop in nodes(path, (ast.For, ast.While, ast.AsyncFor))
     ]
-    size = {loop: sum(isinstance(node, ast.stmt) for node in ast.walk(loop)) - 1 for _, loop in loops}
+    size = {
+        loop: sum(isinstance(node, ast.stmt) for node in ast.walk(loop)) - 1 for _, loop in loops
+    }
     assert not [name(path, loop.lineno) for path, loop in loops if size[loop] > 25]
 
 
@@ -138,7 +145,9 @@ def test_flags_are_few() -> None:
 def test_flags_do_not_import_torch(tmp_path: Path) -> None:
     """`--help` answers in a fraction of a second."""
     modules = [path for path in EXAMPLES if path.name in ("args.py", "__main__.py")]
-    names = [ast.unparse(node) for path in modules for node in nodes(path, (ast.Import, ast.ImportFrom))]
+    names = [
+        ast.unparse(node) for path in modules for node in nodes(path, (ast.Import, ast.ImportFrom))
+    ]
     assert not [line for line in names if re.search(r"\b(torch|torchvision|transformers)\b", line)]
 
 
@@ -165,5 +174,7 @@ def _enter(out: Path) -> tuple[set[str], set[str]]:
     train.main_worker(0, args)
     sys.setprofile(None)
     modules = [m for n, m in sys.modules.items() if n.startswith(("common.", "examples.mnist"))]
-    own = {str(m.__file__) for m in modules if m.__file__ and not m.__file__.endswith("__init__.py")}
+    own = {
+        str(m.__file__) for m in modules if m.__file__ and not m.__file__.endswith("__init__.py")
+    }
     return {e for e in entered if "<" not in e.rpartition(".")[2]}, own

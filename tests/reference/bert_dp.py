@@ -4,18 +4,18 @@ import csv
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import tyro
-from examples.bert_dp.args import Args
-from examples.bert_dp.model import build
 from safetensors.torch import save_file
 from torch.utils.data import random_split
-from transformers import BertConfig, BertForMaskedLM
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from examples.bert_dp.args import Args
 from tests.reference import Reference
+
+# transformers is imported in functions: it takes seconds, and the ranks have it preloaded.
 
 CSV = ["--csv", "{data}/reviews.csv", "--max-length", "20"]
 CASES = [
@@ -24,20 +24,23 @@ CASES = [
     # A folder of 2018, with dropout 0; the last 7 batches are after a resume
     [*CSV, "--model", "{data}/bert", "--epochs", "2", "--batch-size", "24", "--lr", "1e-3"],
 ]
-GOOD, BAD = "很好 干净 👍 최고 ガラス clean".split(), "太差 脏 👎 나빠 うるさい dirty".split()
+GOOD = ["很好", "干净", "👍", "최고", "ガラス", "clean"]
+BAD = ["太差", "脏", "👎", "나빠", "うるさい", "dirty"]
+NOUNS = ["房间", "服务", "早餐", "位置", "的", "方", "hotel", "아침"]
 
 
 def prepare(folder: Path) -> None:
     """Write 133 rows, 125 of them usable, and a BERT with the names and files of 2018."""
+    from transformers import BertConfig, BertForMaskedLM
+
     random.seed(0)
-    words = "房间 服务 早餐 位置 的 方 hotel 아침".split()
-    rows = []
+    rows: list[tuple[int | str, str]] = []
     for number in range(125):
-        text = random.choices(words, k=random.randint(1, 12)) + [str(number)]
+        text = [*random.choices(NOUNS, k=random.randint(1, 12)), str(number)]
         text.insert(random.randint(0, len(text)), random.choice((BAD, GOOD)[number % 3 == 0]))
         rows.append((int(number % 3 == 0), '，"\r'.join(text)))
-    rows[10:10] = [(1, ""), (0, "  "), ("", "没有标签"), (1, rows[0][1]), (0, "又好又坏"), (1, "又好又坏")]
-    rows += [rows[50], (1, rows[40][1] + " "), (0, rows[41][1])]
+    rows[10:10] = [(1, ""), (0, "  "), ("", "没有标签"), (0, "又好又坏"), (1, "又好又坏")]
+    rows += [rows[50], (1, rows[20][1]), (rows[40][0], rows[40][1] + " ")]
     with (folder / "reviews.csv").open("w", newline="", encoding="utf-8-sig") as file:
         csv.writer(file).writerows([("label", "n", "review"), *((a, 7, b) for a, b in rows)])
 
@@ -62,7 +65,8 @@ def prepare(folder: Path) -> None:
                 weights[name.replace(new, before)] = weights.pop(name)
     model = folder / "bert"
     model.mkdir()
-    save_file({n: v.clone() for n, v in weights.items()}, model / "model.safetensors", {"format": "pt"})
+    weights = {name: value.clone() for name, value in weights.items()}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
     del (settings := config.to_dict())["model_type"]
     (model / "config.json").write_text(json.dumps(settings))
     (model / "vocab.txt").write_text("\n".join(tokens) + "\n")
@@ -81,9 +85,14 @@ def read(path: Path) -> tuple[list[str], list[int]]:
 
 def train(flags: list[str]) -> Reference:
     """Train on global batches."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    from examples.bert_dp.model import build
+
     args = tyro.cli(Args, args=flags)
     texts, labels = read(args.csv)
-    split = random_split(range(len(texts)), [0.9, 0.1], torch.Generator().manual_seed(args.seed))
+    every: Any = range(len(texts))
+    split = random_split(every, [0.9, 0.1], torch.Generator().manual_seed(args.seed))
     own, validation = ([texts[i] for i in part] for part in split)
     y, y_validation = (torch.tensor([labels[i] for i in part]) for part in split)
     torch.manual_seed(args.seed)

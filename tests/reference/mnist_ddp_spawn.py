@@ -8,28 +8,29 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from common.data import DigitNet
-from examples.mnist_ddp_spawn.args import Args
 from sklearn.datasets import load_digits
 from sklearn.metrics import f1_score, precision_score, recall_score, roc_auc_score
 from torch import Tensor
 
+from common.data import DigitNet
+from examples.mnist_ddp_spawn.args import Args
 from tests.reference import Reference
 
 CASES = [
     ["--epochs", "2", "--seed", "3"],
-    # 13 classes, the last one not among the test images; 7 batches of 24 of 179 images
-    ["--dataset", "{data}", "--epochs", "3", "--batch-size", "24", "--lr", "0.05", "--seed", "7"],
+    # 13 classes, the last one not among the test images. Of 191 images, 7 batches of 24 are used;
+    # one more image would make it 8. The best epoch is not the last.
+    ["--dataset", "{data}", "--epochs", "3", "--batch-size", "24", "--lr", "0.03", "--seed", "7"],
 ]
 
 
 def prepare(folder: Path) -> None:
     """Write noisy patterns of 12x12 pixels in MNIST's format, one file of them packed."""
     generator = np.random.default_rng(0)
-    patterns = generator.integers(0, 200, (13, 12, 12))
-    for split, count, classes in (("train", 179, 13), ("t10k", 53, 12)):
+    patterns = generator.integers(0, 70, (13, 12, 12))
+    for split, count, classes in (("train", 191, 13), ("t10k", 53, 12)):
         labels = np.arange(count) % classes
-        images = patterns[labels] + generator.integers(0, 56, (count, 12, 12))
+        images = patterns[labels] + generator.integers(0, 186, (count, 12, 12))
         images = struct.pack(">HBB3I", 0, 8, 3, *images.shape) + images.astype(np.uint8).tobytes()
         (folder / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
         labels = struct.pack(">HBBI", 0, 8, 1, count) + labels.astype(np.uint8).tobytes()
@@ -40,7 +41,10 @@ def load(dataset: str) -> list[Tensor]:
     """Return training images [N, 1, S, S] and labels, test images and labels."""
     if dataset == "digits":
         images, labels = load_digits(return_X_y=True)
-        images, test = (images * 255 / 16).round().reshape(-1, 8, 8), np.arange(len(labels)) % 5 == 0
+        images, test = (
+            (images * 255 / 16).round().reshape(-1, 8, 8),
+            np.arange(len(labels)) % 5 == 0,
+        )
         splits = [images[~test], labels[~test], images[test], labels[test]]
     else:
         splits = []
@@ -52,7 +56,9 @@ def load(dataset: str) -> list[Tensor]:
     mean, std = (splits[0] / 255).mean(), (splits[0] / 255).std(ddof=1)
     for index in (0, 2):
         splits[index] = ((splits[index] / 255 - mean) / std)[:, None].astype(np.float32)
-    return [torch.from_numpy(a) if a.ndim > 1 else torch.tensor(a, dtype=torch.long) for a in splits]
+    return [
+        torch.from_numpy(a) if a.ndim > 1 else torch.tensor(a, dtype=torch.long) for a in splits
+    ]
 
 
 def train(flags: list[str]) -> Reference:
@@ -89,7 +95,11 @@ def train(flags: list[str]) -> Reference:
         if classes > 10:
             top = logits.topk(5).indices
             metrics["top5"] = (top == test_labels[:, None]).any(1).double().mean().item()
-        for name, score in (("precision", precision_score), ("recall", recall_score), ("f1", f1_score)):
+        for name, score in (
+            ("precision", precision_score),
+            ("recall", recall_score),
+            ("f1", f1_score),
+        ):
             metrics[name] = float(score(test_labels, guess, average="macro", zero_division=0))
         if len(test_labels.unique()) == classes:
             scores = logits.softmax(1).double()

@@ -23,7 +23,9 @@ def train(flags: list[str]) -> Reference:
     rows, labels = load_breast_cancer(return_X_y=True)
     rows = [rows[[i for i in range(len(rows)) if (i % 4 == 0) == test]] for test in (False, True)]
     mean, std = rows[0].mean(0), rows[0].std(0, ddof=1)
-    train_rows, test_rows = (torch.tensor((part - mean) / std, dtype=torch.float32) for part in rows)
+    train_rows, test_rows = (
+        torch.tensor((part - mean) / std, dtype=torch.float32) for part in rows
+    )
     test_labels = labels[::4]
     train_labels = torch.tensor([label for i, label in enumerate(labels) if i % 4])
 
@@ -37,7 +39,9 @@ def train(flags: list[str]) -> Reference:
     )
     losses, metrics, best, predictions = [], {}, -1.0, []
     for epoch in range(args.epochs):
-        order = torch.randperm(len(train_rows), generator=torch.Generator().manual_seed(args.seed + epoch))
+        order = torch.randperm(
+            len(train_rows), generator=torch.Generator().manual_seed(args.seed + epoch)
+        )
         for batch in order[: batches * args.batch_size].split(args.batch_size):
             loss = F.cross_entropy(second(F.gelu(first(train_rows[batch]))), train_labels[batch])
             model.zero_grad()
@@ -48,7 +52,8 @@ def train(flags: list[str]) -> Reference:
         with torch.no_grad():
             probabilities = model(test_rows).double().softmax(1)
         guess = probabilities.argmax(1).tolist()
-        metrics = {"loss": log_loss(test_labels, probabilities), "accuracy": accuracy_score(test_labels, guess)}
+        metrics = {"loss": log_loss(test_labels, probabilities)}
+        metrics["accuracy"] = accuracy_score(test_labels, guess)
         if metrics["accuracy"] > best:
             best, predictions = metrics["accuracy"], guess
     return Reference(losses, model.state_dict(), metrics, predictions)

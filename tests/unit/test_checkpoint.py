@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import checkpoint
-from common.launch import UserError
 from safetensors.torch import save_file
 from torch import nn
+
+from common import checkpoint
+from common.launch import UserError
 
 STATE = {
     "parts": {"model": {"weight": torch.arange(2000.0), "bias": torch.ones(3)}},
@@ -154,7 +155,10 @@ def wrapped(prefix: str) -> dict[str, torch.Tensor]:
         {"model_state_dict": WEIGHTS, "optimizer_state_dict": {}},
         {"model": WEIGHTS},
         {"step": 4, "parts": {"model": WEIGHTS, "optimizer": {}}},
-        {"step": 4, "parts": {"model": {}, "ema": wrapped("module.") | {"n_averaged": torch.ones(())}}},
+        {
+            "step": 4,
+            "parts": {"model": {}, "ema": wrapped("module.") | {"n_averaged": torch.ones(())}},
+        },
     ],
     ids=lambda content: " ".join(content),
 )

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from common.data import DigitNet, image_data
-from common.launch import UserError
 from sklearn.datasets import load_digits
 from torchvision.datasets.mnist import read_image_file, read_label_file
+
+from common.data import DigitNet, image_data
+from common.launch import UserError
 
 FILES = [
     f"{split}-{kind}" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
@@ -211,7 +212,7 @@ def test_a_failed_download_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         raise RuntimeError("Error downloading x.gz:\nTried a, got:\n<urlopen error no route>\n")
 
     monkeypatch.setattr(torchvision.datasets, "MNIST", download)
-    with pytest.raises(UserError, match="cannot download mnist .*no route") as error:
+    with pytest.raises(UserError, match=r"cannot download mnist .*no route") as error:
         image_data("mnist", tmp_path)
     assert len(str(error.value).splitlines()) == 1
 

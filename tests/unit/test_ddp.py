@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
 from common.ddp import (
     all_reduce_mean,
     broadcast_buffers,
@@ -16,10 +20,6 @@ from common.ddp import (
     unwrapped,
     warm_up_buckets,
 )
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
-
 from tests import ranks
 
 
@@ -182,7 +182,9 @@ def test_hash_sees_every_parameter_and_buffer(name: str) -> None:
 
 def test_hash_sees_names() -> None:
     layer = nn.Linear(2, 2)
-    assert parameter_hash(nn.ModuleDict({"a": layer})) != parameter_hash(nn.ModuleDict({"b": layer}))
+    assert parameter_hash(nn.ModuleDict({"a": layer})) != parameter_hash(
+        nn.ModuleDict({"b": layer})
+    )
 
 
 def test_hash_does_not_see_memory_order() -> None:
@@ -222,7 +224,9 @@ def mean() -> list[Tensor]:
     pair = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
     part = torch.tensor([float(rank)])
     all_reduce_mean(iter(tensors))
-    all_reduce_mean([part], pair if rank < 2 else dist.new_group([2], use_local_synchronization=True))
+    all_reduce_mean(
+        [part], pair if rank < 2 else dist.new_group([2], use_local_synchronization=True)
+    )
     return [*tensors, part]
 
 

@@ -111,18 +111,18 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job(fault: str, folder: Path) -> dict[str, str]:
     """Check a job of which rank 1 has a fault."""
-    out = folder / "out"
+    out, patch = folder / "out", pytest.MonkeyPatch()
     if dist.get_rank() == 1:
         if fault == "version":
-            torch.__version__ = "2.11.0"
+            patch.setattr(torch, "__version__", "2.11.0")
         if fault == "clock":
             now = time.time
-            time.time = lambda: now() + 3
+            patch.setattr(time, "time", lambda: now() + 3)
         if fault == "folder":
             out = folder / "other"
         if fault == "sum":
             reduce = dist.all_reduce
-            dist.all_reduce = lambda values: reduce(values.mul_(2))
+            patch.setattr(dist, "all_reduce", lambda values: reduce(values.mul_(2)))
     return wrong(doctor.check_job(torch.device("cpu"), out))
 
 
@@ -159,7 +159,8 @@ def program(rank: int, local_rank: int, port: str, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(local_rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(1 + local_rank), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = port
-    doctor.RunArgs = lambda **values: RunArgs(**values | {"timeout": 5.0})  # type: ignore[misc]
+    quick = RunArgs(device="cpu", timeout=5.0)
+    pytest.MonkeyPatch().setattr(doctor, "RunArgs", lambda **_: quick)
     doctor.main_worker(local_rank, doctor.Args(out, "127.0.0.1", int(port), "cpu"))
 
 

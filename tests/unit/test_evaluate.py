@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common.evaluate import Evaluation, evaluate, in_dataset_order, write_predictions
-from common.launch import UserError
 from pytest import approx
 from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from common.evaluate import Evaluation, evaluate, in_dataset_order, write_predictions
+from common.launch import UserError
 from tests import ranks
 
 TOTAL = 53  # divides by none of the world sizes
@@ -51,7 +51,8 @@ def classify(classes: int, wrap: bool, scale: float) -> tuple[Evaluation, bool, 
 
 
 @pytest.mark.parametrize(
-    ("world_size", "classes", "wrap"), [(1, 3, False), (2, 13, True), (3, 10, False), (3, 150, True)]
+    ("world_size", "classes", "wrap"),
+    [(1, 3, False), (2, 13, True), (3, 10, False), (3, 150, True)],
 )
 def test_metrics_are_exact(world_size: int, classes: int, wrap: bool, tmp_path: Path) -> None:
     results = ranks.call(classify, classes, wrap, 1.0, folder=tmp_path, ranks=world_size)
@@ -66,7 +67,9 @@ def test_metrics_are_exact(world_size: int, classes: int, wrap: bool, tmp_path: 
         assert targets.tolist() == labels.tolist()
         assert predictions.tolist() == scores.argmax(dim=1).tolist()
         assert given.shape == (TOTAL, classes if classes <= 100 else 0)
-        assert given.tolist() == [approx(row, rel=1e-4) for row in scores[:, : given.shape[1]].tolist()]
+        assert given.tolist() == [
+            approx(row, rel=1e-4) for row in scores[:, : given.shape[1]].tolist()
+        ]
         assert metrics["accuracy"] == approx(accuracy_score(labels, predictions))
         every = range(classes)
         assert metrics["loss"] == approx(log_loss(labels, scores, labels=every), rel=1e-5)
@@ -108,7 +111,7 @@ def test_predictions_keep_names_and_rows(tmp_path: Path) -> None:
     assert not (tmp_path / "1.csv").exists()
     with (tmp_path / "0.csv").open(newline="", encoding="utf-8") as file:
         head, *rows = csv.reader(file)
-    assert head == "index label prediction label_name prediction_name row text".split()
+    assert head == ["index", "label", "prediction", "label_name", "prediction_name", "row", "text"]
     assert rows == [
         ["0", "1", "1", '狗 "dog"\n', '狗 "dog"\n', "5", "a\nb"],
         ["1", "0", "1", "cat, $big$", '狗 "dog"\n', "9", ""],

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from common import launch
 from common.launch import NodeArgs, Place, RunArgs, UserError, launched, place, read_args
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
 from common.launch import UserError
 from common.log import Log, draw_curves, read_points
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 def log(out: Path, step: int) -> Log:
@@ -61,9 +62,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr() == ("", "")
 
 
-def test_lines_have_no_colors_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_have_no_colors_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = Log(tmp_path, active=True)
     own.print0("a line")
     own.show_step(1, 2, "epoch")

@@ -1,9 +1,8 @@
 """The precision that a flag and a device ask for."""
 
-from pathlib import Path
-
 import pytest
 import torch
+
 from common import precision
 from common.launch import UserError
 from common.precision import autocast, set_kernels

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from common import rank
 from common.launch import NodeArgs, Place, RunArgs, UserError
 from common.rank import choose_device, cores, local_batch_size
@@ -31,6 +32,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         (1, RunArgs(), ALONE, {}, ("cuda:0", "gloo")),  # NCCL refuses a shared device
         (1, RunArgs(), ALONE, {"SLURM_PROCID": "1"}, ("cuda:0", NCCL)),  # one visible to each
         (2, RunArgs(), TWO_BY_TWO, {}, ("cuda:1", NCCL)),
+        (8, RunArgs(), TWO_BY_TWO, {}, ("cuda:1", NCCL)),
         (2, NodeArgs(dist_backend="gloo"), ALONE, {}, ("cuda:1", "gloo")),
         (1, NodeArgs(dist_backend="nccl"), ALONE, {}, ("cuda:0", NCCL)),
         (0, NodeArgs(dist_backend="gloo"), ALONE, {}, ("cpu", "gloo")),
@@ -86,9 +88,7 @@ def test_threads(env: dict[str, str], here: Place, threads: int, environment: An
     ("quota", "expected"),
     [("max 100000", 6), ("250000 100000", 2), ("50000 100000", 1), ("900000 100000", 6), ("", 6)],
 )
-def test_cores_of_a_container(
-    quota: str, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cores_of_a_container(quota: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6), raising=False)
     monkeypatch.setattr(Path, "read_text", lambda _: quota)
     assert cores() == expected

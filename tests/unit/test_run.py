@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
 from common import run as run_module
 from common.checkpoint import load_weights
 from common.launch import RunArgs, UserError
 from common.run import Run
 from common.sampler import ResumableSampler
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-
 from tests import ranks
 
 Output = list[str]
@@ -166,7 +166,9 @@ def test_samples_are_random_but_repeatable(workers: int, sampler: type, tmp_path
         assert torch.equal(torch.cat([before[rank], after[rank]]), whole[rank])
     draws = torch.cat(whole)[:, 1]
     assert len(draws.unique()) == 48, "other random numbers on each rank and in each epoch"
-    assert [sorted(rows[:12, 0].tolist()) for rows in whole] != [sorted(whole[0][12:, 0].tolist())] * 2
+    assert [sorted(rows[:12, 0].tolist()) for rows in whole] != [
+        sorted(whole[0][12:, 0].tolist())
+    ] * 2
     assert sorted(torch.cat([rows[:12] for rows in whole])[:, 0].tolist()) == list(range(24))
 
 
@@ -205,7 +207,11 @@ def _other_model(out: Path, resume: str) -> str:
 
 @pytest.mark.parametrize(
     ("classes", "features", "words"),
-    [(["dog", "cat"], 2, ["cat", "dog"]), (["cat", "dog"], 3, ["does not fit"]), (None, 3, ["fit"])],
+    [
+        (["dog", "cat"], 2, ["cat", "dog"]),
+        (["cat", "dog"], 3, ["does not fit"]),
+        (None, 3, ["fit"]),
+    ],
 )
 def test_weights_that_do_not_fit(
     classes: list[str] | None, features: int, words: list[str], trained: Path, tmp_path: Path
