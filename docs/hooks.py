@@ -140,7 +140,8 @@ def cards(language: str) -> str:
     """Return the page of all examples: a card for each row of the table in README.md."""
     rows = EXAMPLE.findall((ROOT / in_language("README.md", language)).read_text())
     items = [
-        f"-   [![{alt}](../files/{picture})]({name}.md)\n\n    **[{name}]({name}.md)**\n\n    {what}\n"
+        f"-   [![{alt}](../files/{picture})]({name}.md)\n\n"
+        f"    **[{name}]({name}.md)**\n\n    {what}\n"
         for name, what, alt, picture in rows
     ]
     title = next(
