@@ -1,6 +1,6 @@
 # All images: docker buildx bake -f docker/docker-bake.hcl
 variable "REGISTRY" { default = "localhost/distributed-training-examples" }
-variable "TAG" { default = "0.1.0" }
+variable "TAG" { default = "0.2.0" }
 variable "COMPILER" { default = "no" }
 variable "REVISION" { default = "unknown" }
 

@@ -2,8 +2,8 @@
 
     python docker/torchrun.py --nproc-per-node 2 -m examples.imagenet_ddp --resume auto
 
-torchrun exits with 1 after every failure; a Job's podFailurePolicy needs the codes of common/rank.py.
-The default is one rank per GPU, or one rank on CPUs.
+torchrun exits with 1 after every failure, but a Job's podFailurePolicy needs the exit codes of
+`common/rank.py`. The default is one rank per GPU, or one rank on CPUs.
 """
 
 import logging
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 
 LOST = 75
-# Codes of ranks that followed another one: they lost it, or torchrun stopped them after its failure.
+# Codes of ranks that followed another one: they lost it, or torchrun stopped them afterwards.
 CONSEQUENCES = {LOST: 1, 128 + signal.SIGTERM: 2, -signal.SIGTERM: 2}
 
 
