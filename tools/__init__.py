@@ -1,0 +1,1 @@
+"""Programs beside the examples; common does not import them."""
