@@ -89,15 +89,17 @@ class Run:
             signal.signal(signum, self._remember_signal)
 
     def _lock_folder(self) -> None:
-        if self.rank == 0:
+        if self.rank != 0:
+            return
+        try:
             self.args.out.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.args.out / "lock").open("a")  # not "w": it may be another run's
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(
-                    f"another run writes to {self.args.out}; use another --out"
-                ) from None
+            self._lock = (self.args.out / "lock").open("w")
+        except OSError as error:
+            raise UserError(f"cannot write --out {self.args.out}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another run writes to {self.args.out}; use another --out") from None
 
     def _greet(self, what: object, replicas: int | None) -> None:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
