@@ -48,7 +48,7 @@ class Args(TextArgs, RunArgs):
 
 
 def run(main: Callable[[Any], None], args_class: type) -> None:
-    """Run a program that is no rank; a mistake of the user is one line and exit code 2."""
+    """Run a program in this process; a UserError is one line and exit code 2."""
     try:
         main(tyro.cli(args_class))
     except UserError as error:

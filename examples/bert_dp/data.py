@@ -37,7 +37,7 @@ class Reviews(Dataset[tuple[str, int]]):
         cells = read_cells(path)
         names, needed = cells.iloc[0].tolist(), ["label", "review"]
         if not set(needed) <= set(names):
-            raise UserError(f"{path} has the columns {', '.join(names)}; name two label and review")
+            raise UserError(f"{path} has the columns {', '.join(names)}; rename two: label, review")
         table = cells.iloc[1:, [names.index(name) for name in needed]].set_axis(needed, axis=1)
         table = table.apply(lambda column: column.str.strip())
         complete = table[(table != "").all(axis=1)]
@@ -53,7 +53,7 @@ class Reviews(Dataset[tuple[str, int]]):
             f"{len(complete) - len(once)} repeated, {len(once) - len(usable)} with both labels"
         )
         if len(usable) < 10 or set(self.labels) != set(ID2LABEL):
-            raise UserError(f"{self.about}; training needs 10 other rows and both labels")
+            raise UserError(f"{self.about}; training needs 10 usable rows and both labels")
 
     def __len__(self) -> int:
         return len(self.labels)

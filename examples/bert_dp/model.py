@@ -67,7 +67,7 @@ def pretrained(
     missing = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
     head = ("classifier.", "bert.pooler.") if new_head else ()
     if missing := [name for name in missing if not name.startswith(head)]:
-        raise UserError(f"--model {folder} is no complete BERT: its weights lack {min(missing)}")
+        raise UserError(f"--model {folder} is not a complete BERT: no weights for {min(missing)}")
     if any(parameter.isnan().any() for parameter in loaded.parameters()):
         raise UserError(f"--model {folder} contains NaN; use weights from before they diverged")
     rows, positions = config.vocab_size, config.max_position_embeddings
@@ -76,8 +76,8 @@ def pretrained(
             f"--model {folder} has embeddings for {rows} tokens and {positions} positions; "
             f"its vocabulary has {len(tokenizer)} tokens, --max-length is {max_length}"
         )
-    # `loaded` would be saved with the names of its file (LayerNorm.gamma), which no
-    # load_state_dict finds.
+    # `loaded` would be saved with the names of its file, such as LayerNorm.gamma, and the Trainer
+    # would not find them when it loads the best model.
     model = BertForSequenceClassification(config)
     model.load_state_dict(loaded.state_dict())
     return model, tokenizer
@@ -88,11 +88,11 @@ def small(
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
     """Build a BERT of two layers, whose tokens are the characters of the texts.
 
-    WordPiece writes a word as its first character c and the others ##c, or as [UNK] if one of them
-    is no token. The words come from the rules of the tokenizer itself: Chinese characters are
-    words, Korean and Japanese ones and emoji are not.
+    WordPiece splits a word into its first character c and continuations ##c; a word with an
+    unknown one becomes [UNK]. The tokenizer's own rules define the words: a Chinese character is
+    one, while Korean and Japanese characters and emoji form longer ones.
     """
-    rules = BertTokenizer(strip_accents=False).backend_tokenizer  # True decomposes 한 and が
+    rules = BertTokenizer(strip_accents=False).backend_tokenizer  # else 한 and が are decomposed
     characters, inside = set[str](), set[str]()
     for text in texts:
         for word, _ in rules.pre_tokenizer.pre_tokenize_str(rules.normalizer.normalize_str(text)):

@@ -69,7 +69,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     texts = [text for text, _ in train_set]
     torch.manual_seed(args.seed)  # all ranks draw the same parameters
     bert, tokenizer = build(args.model, texts, args.max_length)
-    bert.to(device).train()
+    bert.to(device)
     torch.manual_seed(args.seed + rank)  # but different dropout
     sampler = DistributedLengthGroupedSampler(  # batches of similar lengths need little padding
         args.batch_size, lengths=[len(t) for t in texts], seed=args.seed, drop_last=True
@@ -115,6 +115,6 @@ def main_worker(local_rank: int, args: Args) -> None:
     run.finish(bert, device_ids=device_ids)
     if rank == 0:  # the best model, for predict.py, from_pretrained and pipeline
         bert.load_state_dict(load_weights(args.out / "best.safetensors")[0])
-        bert.save_pretrained(args.out / "model")  # it is parallel.module.bert
+        bert.save_pretrained(args.out / "model")  # `bert` is parallel.module.bert
         tokenizer.save_pretrained(args.out / "model")
     dist.destroy_process_group()

@@ -54,9 +54,9 @@ def train(args: Args) -> None:
         [{**tokenizer(text, **limit), "label": label} for text, label in part]
         for part in (train_set, validation_set)
     ]
-    cuda = torch.cuda.is_available()
+    cuda, checkpoints = torch.cuda.is_available(), args.out / "checkpoints"
     arguments = TrainingArguments(
-        output_dir=str(args.out / "checkpoints"),
+        output_dir=str(checkpoints),
         num_train_epochs=args.epochs,
         per_device_train_batch_size=64,
         per_device_eval_batch_size=128,
@@ -70,6 +70,7 @@ def train(args: Args) -> None:
         load_best_model_at_end=True,
         use_cpu=not cuda,  # without it, processes on CPUs would not join a group
         dataloader_pin_memory=cuda,
+        ddp_find_unused_parameters=False,  # all are used; the search takes time
         average_tokens_across_devices=False,  # else a mean loss is multiplied by the processes
         report_to="none",
         seed=args.seed,
@@ -84,8 +85,8 @@ def train(args: Args) -> None:
     )
     if trainer.is_world_process_zero():
         print(f"{reviews.about}; {arguments.world_size} process(es), {arguments.n_gpu} GPU(s) each")
-    checkpoint = get_last_checkpoint(arguments.output_dir) if args.resume else None
-    trainer.train(resume_from_checkpoint=checkpoint)
+    resume = args.resume and checkpoints.exists()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if resume else None)
     trainer.save_model(str(args.out / "model"))  # the best one, which is loaded at the end
     trainer.save_metrics("eval", trainer.evaluate())
 

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Adam
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchvision.utils import save_image
 
 from common.data import image_data
 from common.ddp import warm_up_buckets
@@ -27,6 +26,7 @@ from common.run import Run
 
 from .args import Args
 from .networks import make_discriminator, make_generator
+from .samples import frechet_distance, generate, save_samples
 
 
 def main(args: Args) -> None:
@@ -98,23 +98,10 @@ def main_worker(local_rank: int, args: Args) -> None:
             fooled.backward()  # the generator's one backward
             optimizer_g.step()
             run.log(loss)
-        noise = torch.randn(1000, args.latent, generator=torch.Generator().manual_seed(args.seed))
-        with torch.no_grad():
-            samples = generator.module(noise.to(device)).cpu()
+        samples = generate(generator.module, 1000, args.latent, args.seed)
         if rank == 0:
-            (args.out / "samples").mkdir(exist_ok=True)
-            picture = F.interpolate(samples[:100], scale_factor=4)
-            path = args.out / f"samples/epoch-{epoch + 1:03}.png"
-            save_image(picture, path, nrow=10, normalize=True, value_range=(-1, 1), pad_value=1)
+            save_samples(samples[:100], args.out / f"samples/epoch-{epoch + 1:03}.png")
         distance = frechet_distance(samples, test)
         run.end_epoch({"frechet_distance": distance}, score=-distance)
     run.finish(networks)
     dist.destroy_process_group()
-
-
-def frechet_distance(x: Tensor, y: Tensor) -> float:
-    """Return the FID (https://arxiv.org/abs/1706.08500) of pixels, not features, [N, 1, S, S]."""
-    x, y = x.flatten(1).double(), y.flatten(1).double()
-    gap, first, second = x.mean(0) - y.mean(0), x.T.cov(), y.T.cov()
-    root = torch.linalg.eigvals(first @ second).real.clamp(min=0).sqrt().sum()
-    return (gap @ gap + first.trace() + second.trace() - 2 * root).item()

@@ -46,9 +46,9 @@ def ring(tensor: Tensor) -> Iterator[None]:
     for step in range(2 * (world_size - 1)):
         outgoing, own = chunks[(rank - step) % world_size], chunks[(rank - step - 1) % world_size]
         incoming = torch.empty_like(own) if step < world_size - 1 else own
-        receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)
         send = dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)
-        works = dist.batch_isend_irecv([receive, send])  # if all sent first, none would receive
+        receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)
+        works = dist.batch_isend_irecv([send, receive])  # if all sent first, none would receive
         yield
         for work in works:
             work.wait()

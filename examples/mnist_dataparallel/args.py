@@ -28,11 +28,5 @@ class Args(RunArgs):
     """GLOBAL batch size in samples, divided by the processes, then split over their devices."""
     lr: float = 0.2
     """Peak learning rate of the one-cycle schedule."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    weight_decay: float = 5e-4
-    """L2 penalty."""
-    label_smoothing: float = 0.1
-    """Part of each target that is spread over all classes."""
     out: Path = Path("runs/mnist_dataparallel")
     """Folder for checkpoints, metrics and the result."""

@@ -67,20 +67,15 @@ def main_worker(local_rank: int, args: Args) -> None:
     )
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DigitNet(data.size, data.classes).to(device)
-    optimizer = SGD(
-        model.parameters(),
-        args.lr,
-        args.momentum,
-        weight_decay=args.weight_decay,
-        nesterov=True,
-        fused=cuda,  # one kernel instead of several per parameter
-    )
+    # `fused`: one kernel instead of several per parameter.
+    optimizer = SGD(model.parameters(), args.lr, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
     scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
     chunks = [len(chunk) for chunk in torch.arange(local_batch).chunk(len(devices))]
     what = f"{data}; {local_batch} samples = {chunks} on {', '.join(map(str, devices))}"
     run = Run(
         args, device, what, about=data.about, model=model, optimizer=optimizer, scheduler=scheduler
     )
+
     network = InAutocast(model, run.autocast)
     if cuda and not args.explain:
         parallel = nn.DataParallel(network, device_ids=devices)
@@ -93,7 +88,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
             logits = parallel(images)  # scatter, replicate, forward in threads, gather
             # Exact for unequal chunks. The mean of the chunks' mean losses is not.
-            loss = F.cross_entropy(logits, labels, label_smoothing=args.label_smoothing)
+            loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()  # in threads; the replicas' gradients are added up in the model
             if world_size > 1:  # several machines; DDP cannot wrap DataParallel

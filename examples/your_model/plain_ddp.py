@@ -2,7 +2,7 @@
 
     python plain_ddp.py                                              # one process
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
-    torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # continue from plain_ddp.pt
+    torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # from runs/plain_ddp.pt
 
 Any number of ranks that divides the batch trains the same model, up to rounding. `train.py` trains
 this model too and adds what long runs need: a clean stop, exact resuming, mixed precision, logs.
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-CHECKPOINT = Path("plain_ddp.pt")
+CHECKPOINT = Path("runs/plain_ddp.pt")
 
 
 def load_data() -> tuple[TensorDataset, Tensor, Tensor]:
@@ -95,6 +95,7 @@ def main() -> None:
         score = accuracy(model, test_rows, test_labels)
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {mean_loss:.7f}, accuracy {score:.4f}", flush=True)
+            CHECKPOINT.parent.mkdir(exist_ok=True)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state | {"epoch": epoch + 1}, f"{CHECKPOINT}.new")
             Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: a kill leaves a whole file

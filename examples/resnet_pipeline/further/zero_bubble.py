@@ -1,12 +1,11 @@
-"""Fill the bubble of 1F1B with a half of the backward: the schedule ZB-H1 beside 1F1B.
+"""Fill the bubble of 1F1B with a half of the backward: the schedule ZB-H1, beside GPipe and 1F1B.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.zero_bubble
 
 A backward computes two things. The previous stage waits for the gradient of the stage's input (I).
 Only the optimizer needs the gradients of the weights (W), at the end of the step. ZB-H1
-(https://arxiv.org/abs/2401.10241) splits B into I and W. Stage s runs W of a micro-batch s
-micro-batches later; these W fill the time in which 1F1B waits for the last gradients. P = 3, M = 4,
-and equal times for F, I and W:
+(https://arxiv.org/abs/2401.10241) splits B into I and W, and runs W on stage s later by s
+micro-batches. These W fill the time in which 1F1B waits. P = 3, M = 4, equal times for F, I and W:
 
     stage 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     stage 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -18,6 +17,7 @@ so every stage keeps up to P micro-batches, as in 1F1B only the first one does.
 
 import os
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.grad import conv2d_weight
 
 from common.launch import RunArgs
 from common.rank import init_distributed, print0
 
-from ..pipeline import Action, Pipeline, make_mesh, one_forward_one_backward
+from ..pipeline import Action, Pipeline, gpipe, make_mesh, one_forward_one_backward
 from ..stages import build_stage
 
 
@@ -45,9 +45,6 @@ def zero_bubble_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
     return actions + [Action("W", m) for m in range(max(0, micro_batches - stage), micro_batches)]
 
 
-Call = tuple[Any, Tensor, GradientEdge]  # a layer, its input x, and its place in the graph
-
-
 class ZeroBubblePipeline(Pipeline):
     """A pipeline that computes the gradients of convolutions and linear layers later, by autograd.
 
@@ -57,44 +54,41 @@ class ZeroBubblePipeline(Pipeline):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.running = list[Call]()  # of the forward that runs
-        self.calls: dict[int, list[Call]] = {}  # of a micro-batch, from F to I
-        self.halves: dict[int, list[tuple[Call, Tensor]]] = {}  # and gradients of y, from I to W
-        layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+        self.micro = 0  # the micro-batch of the action that runs
+        # By micro-batch: layer, input, and its output's place in the graph (I: its gradient).
+        self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
+        modules = list(self.stage.modules())
+        layers = [module for module in modules if isinstance(module, nn.Conv2d | nn.Linear)]
         for layer in layers:
             layer.register_forward_hook(self.record)
-        later = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        self.norms = [p for p in self.stage.parameters() if id(p) not in later]
+        self.norms = [p for m in modules if m not in layers for p in m.parameters(recurse=False)]
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         """Note a call of a layer. Autocast computed in the type of the output."""
         if torch.is_grad_enabled():
-            self.running.append((layer, inputs[0].detach().to(y.dtype), get_gradient_edge(y)))
+            call = layer, inputs[0].detach().to(y.dtype), get_gradient_edge(y)
+            self.calls[self.micro].append(call)
 
     def execute(self, action: Action) -> None:
         """Execute an action: I has the messages of B, W has none."""
+        self.micro = action.micro
         if action.kind == "W":
             self.compute_weights(action.micro)
         else:
             super().execute(action._replace(kind=action.kind.replace("I", "B")))
 
-    def compute_forward(self, micro: int, x: Tensor) -> Tensor:
-        """Compute a forward, and note the calls of its layers."""
-        self.running = self.calls[micro] = []
-        return super().compute_forward(micro, x)
-
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
         """Set `x.grad`, and add the gradients of the norms, which are by-products of it."""
-        calls, leaves = self.calls.pop(micro), [*self.norms, *([x] if x.requires_grad else [])]
-        wanted: list[Any] = [*leaves, *(edge for _, _, edge in calls)]
-        gradients = torch.autograd.grad(y, wanted, gradient)
+        calls, leaves = self.calls[micro], [*self.norms, *([x] if x.requires_grad else [])]
+        gradients = torch.autograd.grad(y, leaves + [edge for *_, edge in calls], gradient)
         for leaf, own in zip(leaves, gradients, strict=False):
             add_gradient(leaf, own)
-        self.halves[micro] = list(zip(calls, gradients[len(leaves) :], strict=True))
+        outputs = zip(calls, gradients[len(leaves) :], strict=True)
+        self.calls[micro] = [(layer, x, own) for (layer, x, _), own in outputs]
 
     def compute_weights(self, micro: int) -> None:
         """Add the gradients of the weights of convolutions and linear layers."""
-        for (layer, x, _), gradient in self.halves.pop(micro):
+        for layer, x, gradient in self.calls.pop(micro):
             if isinstance(layer, nn.Conv2d):
                 how = (layer.stride, layer.padding, layer.dilation, layer.groups)
                 shape = layer.weight.shape
@@ -110,37 +104,48 @@ def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
+FORMS: dict[str, Any] = {
+    "GPipe": (Pipeline, gpipe),
+    "1F1B": (Pipeline, one_forward_one_backward),
+    "ZB-H1": (ZeroBubblePipeline, zero_bubble_h1),
+}
+
+
 @dataclass(frozen=True)
 class Args:
-    """Time a step with 1F1B and with ZB-H1, and compare the gradients."""
+    """Time a step with each schedule, and compare the gradients."""
 
     arch: str = "resnet50"
     batch_size: int = 32
     micro_batches: int = 4
     image_size: int = 64
+    cuts: tuple[str, ...] = ()  # first block of each later stage
+
+
+def prepare(args: Args, device: torch.device, name: str) -> tuple[Pipeline, Tensor, Tensor]:
+    """Return a pipeline of all ranks, images and labels. Every rank calls this."""
+    mesh, (form, schedule) = make_mesh(device.type, dist.get_world_size(), 120.0), FORMS[name]
+    torch.manual_seed(0)
+    stage = build_stage(args.arch, 10, "group", mesh.size(1), mesh.get_local_rank("pp"), args.cuts)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
+    images = images.to(device, memory_format=torch.channels_last)
+    labels = torch.arange(args.batch_size, device=device) % 10
+    return form(stage.to(device), mesh, schedule, args.micro_batches, 120.0), images, labels
 
 
 def compare(args: Args, device: torch.device) -> bool:
     """Run four steps with each schedule; return True if the gradients are equal, bit for bit."""
-    mesh, gradients = make_mesh(device.type, dist.get_world_size(), 120.0), list[list[Any]]()
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
-    images = images.to(device, memory_format=torch.channels_last)
-    labels = torch.arange(args.batch_size, device=device) % 10
-    forms: Any = {"1F1B": (Pipeline, one_forward_one_backward)}
-    forms |= {"ZB-H1": (ZeroBubblePipeline, zero_bubble_h1)}
-    for name, (form, schedule) in forms.items():
-        torch.manual_seed(0)
-        stage = build_stage(args.arch, 10, "group", mesh.size(1), mesh.get_local_rank("pp"))
-        pipeline = form(stage.to(device), mesh, schedule, args.micro_batches, 120.0)
-        times = list[float]()
+    gradients = list[list[Any]]()
+    for name in FORMS:
+        pipeline, images, labels = prepare(args, device, name)
         for _ in range(4):
             start = time.perf_counter()
             pipeline.step(images, labels)
             dist.barrier()
-            times.append(time.perf_counter() - start)
-        print0(f"{name}: {min(times):.3f} s per step")
-        gradients.append([parameter.grad for parameter in stage.parameters()])
-    equal = all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+            seconds = time.perf_counter() - start
+        print0(f"{name}: {seconds:.3f} s per step")
+        gradients.append([parameter.grad for parameter in pipeline.parameters()])
+    equal = all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*gradients, strict=True))
     print0(f"gradients of stage 0: {'equal, bit for bit' if equal else 'different'}")
     return equal
 

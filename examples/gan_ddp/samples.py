@@ -1,0 +1,33 @@
+"""Samples of a generator: a picture of them, and their distance from real images."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.utils import save_image
+
+
+@torch.no_grad()
+def generate(generator: nn.Module, count: int, latent: int, seed: int) -> Tensor:
+    """Return images [count, 1, S, S] on the CPU, from the same noise in each epoch and rank."""
+    noise = torch.randn(count, latent, generator=torch.Generator().manual_seed(seed))
+    return generator(noise.to(next(generator.parameters()).device)).float().cpu()
+
+
+def save_samples(images: Tensor, path: Path) -> None:
+    """Write images [N, 1, S, S], from -1 to 1, as a picture with ten columns, enlarged 4 times."""
+    path.parent.mkdir(exist_ok=True)
+    large = F.interpolate(images, scale_factor=4)
+    save_image(large, path, nrow=10, normalize=True, value_range=(-1, 1), pad_value=1)
+
+
+def frechet_distance(x: Tensor, y: Tensor) -> float:
+    """Return the distance of two sets of images [N, 1, S, S], seen as Gaussians of their pixels.
+
+    This is the formula of the FID (https://arxiv.org/abs/1706.08500), without a network's features.
+    """
+    x, y = x.flatten(1).double(), y.flatten(1).double()
+    gap, first, second = x.mean(0) - y.mean(0), x.T.cov(), y.T.cov()
+    root = torch.linalg.eigvals(first @ second).real.clamp(min=0).sqrt().sum()
+    return (gap @ gap + first.trace() + second.trace() - 2 * root).item()
