@@ -58,7 +58,7 @@ def test_reviews_keep_their_rows_when_others_are_left_out(tmp_path: Path) -> Non
     ("content", "words"),
     [
         ("", "No columns"),
-        (TABLE.replace("label", "stars"), "columns stars, review; name two label and review"),
+        (TABLE.replace("label", "stars"), "columns stars, review; rename two: label, review"),
         (TABLE + "2,还行\n", "row 13: label '2'"),
         (TABLE + "差评,还行\n", "row 13: label '差评'"),
         (TABLE + "1,很好,真的\n", "Expected 2 fields in line 14, saw 3"),
@@ -183,11 +183,17 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
         (lambda d: file(d / "model.safetensors", POINTER), "model.safetensors is a git-lfs"),
         (lambda d: file(d / "vocab.txt", POINTER), "vocab.txt is a git-lfs"),
         (lambda d: RobertaConfig().save_pretrained(d), "contains a roberta; use a BERT"),
-        (lambda d: change(d / "config.json", vocab_size=8), "lack bert.embeddings.word"),
-        (lambda d: change(d / "config.json", num_hidden_layers=4), "lack bert.encoder.layer.3"),
-        (no_layers, "lack bert.encoder.layer.2"),
+        (lambda d: change(d / "config.json", vocab_size=8), "no weights for bert.embeddings.word"),
+        (
+            lambda d: change(d / "config.json", num_hidden_layers=4),
+            "no weights for bert.encoder.layer.3",
+        ),
+        (no_layers, "no weights for bert.encoder.layer.2"),
         (lambda d: file(d / "vocab.txt", "\n".join(map(str, range(999)))), "embeddings for"),
-        (lambda d: change(d / "config.json", max_position_embeddings=16), "lack bert.embed"),
+        (
+            lambda d: change(d / "config.json", max_position_embeddings=16),
+            "no weights for bert.embed",
+        ),
         (nan, "contains NaN"),
     ],
 )
@@ -200,7 +206,7 @@ def test_a_folder_that_is_no_bert_is_a_users_mistake(bert: Path, damage: Any, wo
 def test_positions_and_head_must_be_there_if_they_are_needed(bert: Path) -> None:
     with pytest.raises(UserError, match="--max-length is 600"):
         pretrained(bert, 600)
-    with pytest.raises(UserError, match="lack bert"):
+    with pytest.raises(UserError, match="no weights for bert"):
         pretrained(bert, 20, new_head=False)
 
 
@@ -376,6 +382,13 @@ def test_the_trainer_keeps_its_best_model(bert: Path, tmp_path: Path) -> None:
     trainer.train(replace(run, resume=True))
     again = json.loads((newest / "trainer_state.json").read_text())
     assert again["log_history"][-1]["eval_loss"] == state["log_history"][-1]["eval_loss"]
+
+
+def test_two_processes_of_the_trainer_share_a_batch(tmp_path: Path) -> None:
+    command = (*programs.TORCHRUN, "2", "-m", "examples.bert_dp.trainer", "--epochs", "1")
+    done = programs.run(*command, "--out", tmp_path).done()
+    assert "; 2 process(es), " in done.stdout
+    assert [path.name for path in tmp_path.glob("checkpoints/check*")] == ["checkpoint-3"]
 
 
 def test_the_linear_model_is_trained_on_the_same_split(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from examples.gan_ddp import train
 from examples.gan_ddp.args import Args
 from examples.gan_ddp.further.break_the_rule import WAYS, try_way
 from examples.gan_ddp.networks import make_discriminator, make_generator
+from examples.gan_ddp.samples import frechet_distance
 from tests import ranks
 
 PARAMETERS = sum(p.numel() for p in make_discriminator(8).parameters())
@@ -85,12 +86,12 @@ def test_replicas_that_drift_apart_fail_the_run(tmp_path: Path) -> None:
 def test_frechet_distance() -> None:
     torch.manual_seed(1)
     images = torch.rand(500, 1, 4, 4)
-    assert train.frechet_distance(images, images) == pytest.approx(0, abs=1e-6)
-    assert train.frechet_distance(images, images + 0.5) == pytest.approx(16 * 0.25, rel=1e-4)
+    assert frechet_distance(images, images) == pytest.approx(0, abs=1e-6)
+    assert frechet_distance(images, images + 0.5) == pytest.approx(16 * 0.25, rel=1e-4)
     # Two Gaussians with the same mean and commuting covariances: the sum of (s - t)^2.
     spread = torch.rand(500, 1, 4, 4).mul(3) + images.mean(0) - 1.5
     x, y = (torch.linalg.qr(one.flatten(1) - one.flatten(1).mean(0))[0] for one in (images, spread))
-    same = train.frechet_distance(x.view(500, 1, 4, 4), 3 * y.view(500, 1, 4, 4))
+    same = frechet_distance(x.view(500, 1, 4, 4), 3 * y.view(500, 1, 4, 4))
     assert same == pytest.approx(16 * 2**2 / 499, rel=1e-4)
 
 

@@ -89,7 +89,7 @@ def test_plain_ddp_trains_like_a_plain_loop(world_size: int, tmp_path: Path) -> 
     assert [right for _, right in found] == pytest.approx(
         [right for _, right in expected], abs=1e-4
     )
-    saved = torch.load(tmp_path / "plain_ddp.pt", weights_only=True)
+    saved = torch.load(tmp_path / "runs" / "plain_ddp.pt", weights_only=True)
     torch.testing.assert_close(saved["model"], weights, rtol=0, atol=1e-4)
 
 

@@ -68,13 +68,13 @@ class Case:
     def tolerance(self) -> float:
         return getattr(self.module, "TOLERANCE", 1e-3)
 
-    def ranks(self) -> list[int]:
-        """Return the numbers of ranks to compare."""
-        if hasattr(self.module, "RANKS"):
-            return list(self.module.RANKS)
+    def ranks(self, parity: bool = True) -> list[int]:
+        """Return the numbers of ranks to compare; without parity also those with other results."""
         args_class = importlib.import_module(f"examples.{self.example}.args").Args
         batch_size = tyro.cli(args_class, args=self.module.CASES[self.number]).batch_size
-        return [n for n in (1, 2, 3, 4) if batch_size % n == 0]
+        divisors = [n for n in (1, 2, 3, 4) if batch_size % n == 0]
+        given = list(getattr(self.module, "RANKS", divisors))
+        return given if parity else sorted({*given, *divisors})
 
     def train(self, folder: Path) -> Reference:
         """Run the plain loop."""

@@ -33,11 +33,7 @@ def train(flags: list[str]) -> Reference:
     torch.manual_seed(args.seed)
     model = DigitNet(8, 10)
     optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=args.lr,
-        momentum=args.momentum,
-        weight_decay=args.weight_decay,
-        nesterov=True,
+        model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, args.epochs * steps, cycle_momentum=False
@@ -48,9 +44,7 @@ def train(flags: list[str]) -> Reference:
             len(images), generator=torch.Generator().manual_seed(args.seed + epoch)
         )
         for batch in order[: steps * args.batch_size].split(args.batch_size):
-            loss = F.cross_entropy(
-                model(images[batch]), labels[batch], label_smoothing=args.label_smoothing
-            )
+            loss = F.cross_entropy(model(images[batch]), labels[batch], label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -182,6 +182,14 @@ def test_an_error_ends_all_ranks_with_2(tmp_path: Path) -> None:
     assert "".join(texts).count("error: a run would fail") == 1
 
 
+def test_an_error_of_one_rank_ends_all_ranks_with_2(tmp_path: Path) -> None:
+    port = str(ranks.free_port())
+    jobs = [(program, rank, 0, port, tmp_path / f"out{rank}") for rank in (0, 1)]
+    codes, texts = ranks._forked(jobs, tmp_path)
+    assert codes == [2, 2]
+    assert "out1 is not the folder of rank 0 (rank 1); mount one folder" in texts[0]
+
+
 def test_a_machine_reports_if_the_ranks_do_not_meet(tmp_path: Path) -> None:
     codes, (text,) = ranks._forked([(program, 1, 0, str(ranks.free_port()), tmp_path)], tmp_path)
     assert codes == [2]

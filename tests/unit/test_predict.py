@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 from torchvision import models
 from torchvision.transforms import v2
 
@@ -31,14 +32,20 @@ def noise(path: Path, seed: int, size: tuple[int, int] = (50, 40)) -> Path:
     return path
 
 
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    """Weights as imagenet_ddp writes them; BatchNorm's statistics are not those of a new model."""
+def network() -> nn.Module:
+    """A model whose BatchNorm has statistics; otherwise its outputs would hardly differ."""
     torch.manual_seed(0)
     model = models.shufflenet_v2_x0_5(num_classes=3)
-    model(torch.randn(8, 3, 32, 32))
+    for _ in range(20):
+        model(torch.randn(8, 3, 32, 32))
+    return model.eval()
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Weights as imagenet_ddp writes them."""
     about = {"model": "shufflenet_v2_x0_5", "classes": NAMES, "size": 32, "options": {}}
-    save_weights(tmp_path / "best.safetensors", model.state_dict(), about)
+    save_weights(tmp_path / "best.safetensors", network().state_dict(), about)
     return tmp_path / "best.safetensors"
 
 
@@ -74,13 +81,9 @@ def test_predictions_are_those_of_the_evaluation(
     for seed in range(7):
         noise(tmp_path / "root/a" / f"{seed}.png", seed)
     folder = ImageFolder(tmp_path / "root", 32)
-    torch.manual_seed(0)
-    model = models.shufflenet_v2_x0_5(num_classes=3)
-    model(torch.randn(8, 3, 32, 32))
-    model.eval()
     pixels = torch.stack([folder[index][0] for index in range(7)])
     with torch.no_grad():
-        best = model(normalize(pixels, torch.device("cpu"))).softmax(1).max(1)
+        best = network()(normalize(pixels, torch.device("cpu"))).softmax(1).max(1)
     predict.main(tmp_path / "root", weights, batch_size=4)
     table = rows(capsys)
     assert [row["prediction"] for row in table] == [NAMES[label] for label in best.indices]
