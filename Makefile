@@ -50,7 +50,7 @@ lint: setup
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports >/dev/null || $(BIN)/lint-imports
-	@$(BIN)/ty check common examples tools benchmarks tests
+	@$(BIN)/ty check --quiet common examples tools benchmarks docker
 
 # Form, units, and real ranks: every example against a plain loop, killed and resumed.
 test: lint
@@ -67,6 +67,20 @@ nightly: setup
 
 mutants: setup
 	@$(BIN)/python -m tests.mutants $(AREA)
+
+# The build lines of docs/en/docker.md.
+ENGINE = $(shell command -v docker || command -v podman)
+REGISTRY = localhost/distributed-training-examples
+TAG = 0.2.0
+images:
+	$(ENGINE) build $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) --build-arg REVISION=$$(git rev-parse HEAD) \
+		--file docker/base/Dockerfile --tag $(REGISTRY)/base:$(TAG) .
+	for name in $(notdir $(patsubst %/Dockerfile,%,$(wildcard docker/*_*/Dockerfile))); do \
+		$(ENGINE) build --file docker/$$name/Dockerfile --tag $(REGISTRY)/$$name:$(TAG) . || exit 1; \
+	done
+
+e2e: setup
+	@$(BIN)/python -m pytest -m "not nightly" tests/e2e
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: setup
