@@ -28,13 +28,25 @@ from typing import Any
 from tests.hooks import At, Hook
 
 HANG = 240.0  # seconds
-LIBRARIES = "torch._dynamo torchvision torch.utils.tensorboard sklearn.metrics transformers pandas"
-LIBRARIES += " safetensors.torch matplotlib.pyplot tyro tqdm"
+LIBRARIES = [
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "torchvision.transforms.v2",
+    "transformers.models.bert.modeling_bert",
+    "sklearn.datasets",
+    "sklearn.metrics",
+    "pandas",
+    "matplotlib.pyplot",
+    "safetensors.torch",
+    "tyro",
+    "tqdm",
+]
+
 
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(LIBRARIES.split())
+_server.set_forkserver_preload(LIBRARIES)
 _reserved: list[socket.socket] = []  # names of ports; they are free again when this process exits
 
 

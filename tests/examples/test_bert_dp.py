@@ -397,7 +397,6 @@ def test_the_linear_model_is_trained_on_the_same_split(capsys: pytest.CaptureFix
 
 
 @pytest.mark.data
-@pytest.mark.skipif(not REAL.exists(), reason=f"no real data in {REAL}")
 def test_the_real_reviews_and_the_real_vocabulary(tmp_path: Path) -> None:
     path = REAL / "chnsenticorp/ChnSentiCorp_htl_all.csv"
     reviews = Reviews(path)

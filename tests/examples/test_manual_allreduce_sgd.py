@@ -116,6 +116,20 @@ def test_gradients_become_their_means(average: Any, tmp_path: Path) -> None:
         assert [g.unique().tolist() for g in gradients] == [[2.0], [2.0 * 9]]
 
 
+def averaged_on_cuda() -> list[float]:
+    model = nn.Linear(2, 2).cuda()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, dist.get_rank() + 1.0)
+    average_in_a_ring(model)
+    return [p.grad.mean().item() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_that_share_a_gpu_send_from_host_memory(tmp_path: Path) -> None:
+    assert ranks.call(averaged_on_cuda, folder=tmp_path, ranks=2) == [[1.5, 1.5]] * 2
+
+
 def test_each_rank_prints_its_mean_loss(tmp_path: Path) -> None:
     run = ranks.run("manual_allreduce_sgd", 2, ["--epochs", "1"], out=tmp_path / "out").done()
     means = [re.findall(rf"rank {rank}: mean loss (\S+)", run.text) for rank in (0, 1)]
