@@ -120,7 +120,7 @@ def content(origin: str, language: str) -> tuple[str, set[str]]:
             return match[0]
         target = os.path.normpath(PurePosixPath(origin).parent / path)
         if (ROOT / target).is_dir():
-            target += "/README.md"
+            target += "/README.md" if (ROOT / target / "README.md").exists() else "/__init__.py"
         if not (ROOT / target).exists():
             raise PluginError(f"{origin} links to {path}, which does not exist")
         translated = in_language(target, language)
