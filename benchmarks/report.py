@@ -21,6 +21,9 @@ with `--quick` to see that it works. Programs run in turn; figures are medians o
 ratios are taken within a round. The result files have every sample. `python -m benchmarks.report`
 writes this page.
 
+Results of an earlier, larger version (revision `acc0cf5`) are in results/ as well; their programs
+were deleted, and [the scale page](../docs/en/scale.md) quotes some of them.
+
 """
 
 
