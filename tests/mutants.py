@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def pytest_arguments(table: dict[str, Any]) -> tuple[str, ...]:
 
 
 @contextmanager
-def planted(tree: Path, mutant: Mutant) -> Iterator[None]:
+def planted(tree: Path, mutant: Mutant) -> Generator[None]:
     """Change a file in a copy of the tree, and change it back."""
     path = tree / mutant.file
     text = path.read_text()

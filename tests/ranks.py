@@ -10,7 +10,6 @@ possibly mutated, text. The only time limit is `HANG`, after which a rank prints
 
 import faulthandler
 import importlib
-import json
 import multiprocessing
 import os
 import pickle
@@ -20,12 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from csv import DictReader
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.hooks import At, Hook
+from tests.training import Training
 
 HANG = 240.0  # seconds
 LIBRARIES = [
@@ -45,49 +43,11 @@ LIBRARIES = [
 
 os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
+# For tests with many runs: the picture takes half as long as the training.
+NO_CURVES = ("common.log", "            draw_curves(", "            0 and draw_curves(")
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(LIBRARIES)
 _reserved: list[socket.socket] = []  # names of ports; they are free again when this process exits
-
-
-@dataclass(frozen=True)
-class Training:
-    """What a run of an example left behind."""
-
-    out: Path
-    codes: list[int]
-    texts: list[str] = field(repr=False)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(self.texts)
-
-    @property
-    def result(self) -> dict[str, Any]:
-        return json.loads((self.out / "result.json").read_text())
-
-    def points(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl."""
-        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def losses(self) -> list[float]:
-        return [point["loss/train"] for point in self.points() if "loss/train" in point]
-
-    def rows(self) -> list[dict[str, str]]:
-        with (self.out / "predictions.csv").open(newline="") as file:
-            return list(DictReader(file))
-
-    def checkpoint(self) -> dict[str, Any]:
-        import torch
-
-        newest = max((self.out / "checkpoints").glob("step-*.pt"))
-        return torch.load(newest, map_location="cpu", weights_only=True)
-
-    def done(self) -> "Training":
-        """Return this training if all ranks exited with 0."""
-        assert not any(self.codes), f"{self.codes}\n{self.text}"
-        return self
 
 
 def run(

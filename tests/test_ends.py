@@ -3,8 +3,6 @@
 import fcntl
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
@@ -217,16 +215,10 @@ def test_nodes_with_different_world_sizes(tmp_path: Path) -> None:
     assert "different world sizes: [2, 4]" in errors(training)[0]
 
 
-@contextmanager
-def taken_port() -> Iterator[int]:
+def test_port_is_taken(tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("", port := ranks.free_port()))
         listener.listen()
-        yield port
-
-
-def test_port_is_taken(tmp_path: Path) -> None:
-    with taken_port() as port:
         env = {0: {"MASTER_PORT": str(port)}}
         training = run(2, QUICK, tmp_path / "out", nodes=2, missing=[1], env=env)
     assert training.codes == [2], training.text

@@ -1,8 +1,10 @@
 """A run that is killed and resumed has the bits of an undisturbed run."""
 
+import functools
 import re
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +12,18 @@ from safetensors.torch import load_file
 
 from tests import ranks
 from tests.hooks import At
+from tests.ranks import NO_CURVES
 from tests.reference import Case, cases
 
-# Ranks, and what happens to the run: (rank, part of the whole run, signal).
-FATES = [
+Fate = tuple[int, float, int]  # rank, part of the whole run, signal
+FATES: list[tuple[int, list[Fate]]] = [
     (2, [(1, 0.3, SIGKILL), (0, 0.9, SIGKILL)]),  # the second time in the last epoch
     (3, [(2, 0.4, SIGTERM), (1, 0.9, SIGKILL)]),  # with 3 ranks, DDP's buckets matter
     (1, [(0, 1.0, SIGTERM)]),  # in the last step: it stops after the evaluation
 ]
 
 
-def rows() -> list[tuple[Case, int, list[tuple[int, float, int]]]]:
+def rows() -> list[tuple[Case, int, list[Fate]]]:
     """Return the first case of each example with each fate, on at most as many ranks."""
     firsts = [case for case in cases() if case.number == 0]
     return [
@@ -33,7 +36,8 @@ def rows() -> list[tuple[Case, int, list[tuple[int, float, int]]]]:
 def epoch_lines(*runs: ranks.Training) -> dict[str, str]:
     """Return the line of each epoch, without its speed."""
     text = "\n".join(run.text for run in runs)
-    return dict(re.findall(r"^(epoch \d+/\d+) (.*?)  [\d,]+ samples/s", text, re.MULTILINE))
+    found: Any = re.findall(r"^(epoch \d+/\d+) (.*?)  [\d,]+ samples/s", text, re.MULTILINE)
+    return dict(found)
 
 
 @pytest.mark.parametrize(
@@ -44,18 +48,19 @@ def epoch_lines(*runs: ranks.Training) -> dict[str, str]:
 def test_resumed_run_has_the_same_bits(
     case: Case,
     world_size: int,
-    fate: list[tuple[int, float, int]],
+    fate: list[Fate],
     data: Path,
     tmp_path: Path,
 ) -> None:
     flags = [*case.flags(data / str(case)), "--checkpoint-every", "3"]
-    whole = ranks.run(case.example, world_size, flags, out=tmp_path / "whole").done()
+    run = functools.partial(ranks.run, case.example, world_size, mutate=[NO_CURVES])
+    whole = run(flags, out=tmp_path / "whole").done()
 
     flags += ["--resume", "auto"]
     runs, steps = list[ranks.Training](), whole.result["steps"]
     for rank, part, signal in fate:
         fault = At(rank % world_size, min(steps, max(5, round(part * steps))), signal)
-        cut = ranks.run(case.example, world_size, flags, out=tmp_path / "cut", fault=fault)
+        cut = run(flags, out=tmp_path / "cut", fault=fault)
         others = 75 if signal == SIGKILL else 128 + signal
         expected = [others] * world_size
         if signal == SIGKILL:
@@ -63,7 +68,7 @@ def test_resumed_run_has_the_same_bits(
         assert cut.codes == expected, cut.text
         runs.append(cut)
         assert list((cut.out / "checkpoints").glob("step-*.pt")), cut.text
-    resumed = ranks.run(case.example, world_size, flags, out=tmp_path / "cut").done()
+    resumed = run(flags, out=tmp_path / "cut").done()
 
     assert "resumed from" in resumed.text
     assert resumed.result["parameter_hash"] == whole.result["parameter_hash"]
@@ -71,7 +76,7 @@ def test_resumed_run_has_the_same_bits(
     assert resumed.result["best"] == whole.result["best"]
     assert resumed.points() == whole.points()
     assert epoch_lines(*runs, resumed) == epoch_lines(whole)
-    best, expected = (load_file(run.out / "best.safetensors") for run in (resumed, whole))
-    torch.testing.assert_close(best, expected, rtol=0, atol=0)
+    best, weights = (load_file(run.out / "best.safetensors") for run in (resumed, whole))
+    torch.testing.assert_close(best, weights, rtol=0, atol=0)
     if (whole.out / "predictions.csv").exists():
         assert resumed.rows() == whole.rows()

@@ -20,7 +20,7 @@ SRUN |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "11", "SLURM_JOB_ID": "42
 SRUN |= {"SLURM_STEP_NODELIST": "gpu[03-04],login", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
 # A shell of `srun --pty` or `salloc --ntasks 4`: one task, whatever the job has.
 SHELL = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-TWO_NODES = {"world_size": 2, "rank": 1, "nproc": 3, "dist_url": URL}
+TWO_NODES: Any = {"world_size": 2, "rank": 1, "nproc": 3, "dist_url": URL}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The precision that a flag and a device ask for."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from common import precision
 from common.launch import UserError
 from common.precision import autocast, set_kernels
 
+backends: Any = torch.backends  # properties that type checkers do not see
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -46,7 +49,7 @@ def test_float32_is_float32(deterministic: bool, monkeypatch: pytest.MonkeyPatch
     set_kernels(deterministic, CPU)
     assert torch.backends.cudnn.benchmark is deterministic, "unchanged on a CPU"
     set_kernels(deterministic, CUDA)
-    assert torch.backends.cudnn.conv.fp32_precision == "ieee"
+    assert backends.cudnn.conv.fp32_precision == "ieee"
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert torch.backends.cudnn.deterministic is deterministic
     assert torch.backends.cudnn.benchmark is not deterministic

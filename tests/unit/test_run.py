@@ -21,11 +21,11 @@ from common.run import Run
 from common.sampler import ResumableSampler
 from tests import ranks
 
-Output = list[str]
+SMALL: Any = {"batch_size": 12}
 
 
 def begin(out: Path, *, model: Any = None, about: Any = None, parts: Any = (), **flags: Any) -> Run:
-    args = RunArgs(out=out, device="cpu", precision="fp32", **{"batch_size": 12, **flags})
+    args = RunArgs(out=out, device="cpu", precision="fp32", **{**SMALL, **flags})
     model = nn.Linear(2, 2) if model is None else model
     return Run(args, torch.device("cpu"), "test", model=model, about=about, **dict(parts))
 
@@ -54,8 +54,9 @@ def test_equal_score_is_not_the_best(tmp_path: Path) -> None:
 
 def averaged(out: Path) -> None:
     model = nn.Linear(1, 1)
-    average = AveragedModel(model)
-    nn.init.constant_(average.module.weight, 7.0)
+    average = AveragedModel(nn.Linear(1, 1))
+    for parameter in average.module.parameters():
+        nn.init.constant_(parameter, 7.0)
     parts = {"ema": average, "none": None}
     epoch(begin(out, model=model, about={"classes": ["a"]}, parts=parts))
 
@@ -91,7 +92,7 @@ def test_every_rank_takes_part_in_a_checkpoint(tmp_path: Path) -> None:
 
 def timed(out: Path) -> str:
     clock = SimpleNamespace(now=0.0)
-    run_module.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
+    vars(run_module)["time"] = SimpleNamespace(perf_counter=lambda: clock.now)
     run = begin(out)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         for number, _ in enumerate(run.steps([None] * 5)):
@@ -125,11 +126,11 @@ class Augmented(Dataset[Any]):
     def __len__(self) -> int:
         return 24
 
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, tuple):
-            draw = torch.rand((), generator=torch.Generator().manual_seed(hash(key)))
-            return torch.tensor([float(key[1]), draw])
-        return torch.tensor([float(key), torch.rand(())])
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple):
+            draw = torch.rand((), generator=torch.Generator().manual_seed(hash(index)))
+            return torch.tensor([float(index[1]), draw])
+        return torch.tensor([float(index), torch.rand(())])
 
 
 def batches(out: Path, workers: int, sampler: type, stop: int, resume: str) -> list[Tensor]:
