@@ -7,7 +7,8 @@
 A rank has one stage with gpipe and 1f1b, two with the others. Interleaved schedules give rank p the
 stages p and P + p: the next rank gets its first work sooner. In zbv
 (https://arxiv.org/abs/2401.10241) rank p has the stages p and 2 P - 1 - p: the last stage is on the
-first rank, so that backward starts where forward ends, and W fills the remaining bubble.
+first rank, so that backward starts where forward ends, and W fills the remaining bubble. With torch
+2.11, zbv needs NCCL.
 """
 
 import os

@@ -1,18 +1,18 @@
-"""Fill the bubble of 1F1B with a half of the backward: the schedule ZB-H1, beside GPipe and 1F1B.
+"""Fill the bubble of 1F1B with half of the backward: the schedule ZB-H1, beside GPipe and 1F1B.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.zero_bubble
 
 A backward computes two things. The previous stage waits for the gradient of the stage's input (I).
-Only the optimizer needs the gradients of the weights (W), at the end of the step. ZB-H1
-(https://arxiv.org/abs/2401.10241) splits B into I and W, and runs W on stage s later by s
-micro-batches. These W fill the time in which 1F1B waits. P = 3, M = 4, equal times for F, I and W:
+Only the optimizer needs the gradients of the weights (W). ZB-H1 (https://arxiv.org/abs/2401.10241)
+splits B into I and W. On stage s, W is s micro-batches late: it fills the time in which 1F1B waits.
+P = 3, M = 4, equal times for F, I and W:
 
     stage 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     stage 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-The bubble is (P - 1) / (3 M + P - 1). The price is memory: the inputs of layers are kept until W,
-so every stage keeps up to P micro-batches, as in 1F1B only the first one does.
+The bubble is (P - 1) / (3 M + P - 1). Layers keep their inputs until W, so every stage keeps up to
+P micro-batches; in 1F1B, only the first stage does.
 """
 
 import os
@@ -57,11 +57,11 @@ class ZeroBubblePipeline(Pipeline):
         self.micro = 0  # the micro-batch of the action that runs
         # By micro-batch: layer, input, and its output's place in the graph (I: its gradient).
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
-        modules = list(self.stage.modules())
-        layers = [module for module in modules if isinstance(module, nn.Conv2d | nn.Linear)]
+        layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
         for layer in layers:
             layer.register_forward_hook(self.record)
-        self.norms = [p for m in modules if m not in layers for p in m.parameters(recurse=False)]
+        later = {parameter for layer in layers for parameter in layer.parameters()}
+        self.norms = [p for p in self.stage.parameters() if p not in later]
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         """Note a call of a layer. Autocast computed in the type of the output."""
@@ -91,8 +91,7 @@ class ZeroBubblePipeline(Pipeline):
         for layer, x, gradient in self.calls.pop(micro):
             if isinstance(layer, nn.Conv2d):
                 how = (layer.stride, layer.padding, layer.dilation, layer.groups)
-                shape = layer.weight.shape
-                add_gradient(layer.weight, conv2d_weight(x, shape, gradient, *how))
+                add_gradient(layer.weight, conv2d_weight(x, layer.weight.shape, gradient, *how))
             else:
                 add_gradient(layer.weight, gradient.T @ x)
                 add_gradient(layer.bias, gradient.sum(dim=0))
@@ -104,11 +103,8 @@ def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
-FORMS: dict[str, Any] = {
-    "GPipe": (Pipeline, gpipe),
-    "1F1B": (Pipeline, one_forward_one_backward),
-    "ZB-H1": (ZeroBubblePipeline, zero_bubble_h1),
-}
+FORMS: dict[str, Any] = {"GPipe": (Pipeline, gpipe), "1F1B": (Pipeline, one_forward_one_backward)}
+FORMS["ZB-H1"] = ZeroBubblePipeline, zero_bubble_h1
 
 
 @dataclass(frozen=True)
@@ -127,29 +123,26 @@ def prepare(args: Args, device: torch.device, name: str) -> tuple[Pipeline, Tens
     mesh, (form, schedule) = make_mesh(device.type, dist.get_world_size(), 120.0), FORMS[name]
     torch.manual_seed(0)
     stage = build_stage(args.arch, 10, "group", mesh.size(1), mesh.get_local_rank("pp"), args.cuts)
-    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size)
-    images = images.to(device, memory_format=torch.channels_last)
+    pipeline = form(stage.to(device), mesh, schedule, args.micro_batches, 120.0)
+    images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, device=device)
     labels = torch.arange(args.batch_size, device=device) % 10
-    return form(stage.to(device), mesh, schedule, args.micro_batches, 120.0), images, labels
+    return pipeline, images.to(memory_format=torch.channels_last), labels
 
 
 def compare(args: Args, device: torch.device) -> bool:
-    """Run four steps with each schedule; return True if the gradients are equal, bit for bit."""
+    """Time steps with each schedule; return True if the gradients are equal, bit for bit."""
     gradients = list[list[Any]]()
     for name in FORMS:
         pipeline, images, labels = prepare(args, device, name)
         for _ in range(4):
             start = time.perf_counter()
             pipeline.step(images, labels)
-            dist.barrier()
-            seconds = time.perf_counter() - start
-        print0(f"{name}: {seconds:.3f} s per step")
+        print0(f"{name}: {time.perf_counter() - start:.3f} s per step")
         gradients.append([parameter.grad for parameter in pipeline.parameters()])
-    equal = all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*gradients, strict=True))
-    print0(f"gradients of stage 0: {'equal, bit for bit' if equal else 'different'}")
-    return equal
+    return all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(*gradients, strict=True))
 
 
 if __name__ == "__main__":
-    compare(tyro.cli(Args), init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0"))))
+    rank_device = init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0")))
+    print0(f"the gradients of stage 0 are equal: {compare(tyro.cli(Args), rank_device)}")
     dist.destroy_process_group()
