@@ -194,6 +194,7 @@ def test_cuts_and_replicas_train_like_a_plain_loop(
     assert found.result["metrics"] == pytest.approx(expected.metrics, rel=1e-3)
     assert [int(row["prediction"]) for row in found.rows()] == expected.predictions
     state = found.checkpoint()["parts"]["model"]
+    assert f" = {replicas} replica" in found.text
     assert state.keys() == expected.state.keys()
     for name, value in expected.state.items():  # AdamW turns rounding of tiny gradients into steps
         assert (state[name].double() - value.double()).abs().mean() < 1e-4, name
@@ -265,6 +266,29 @@ def test_a_stage_keeps_few_micro_batches(schedule: Any, bounds: list[int], tmp_p
         assert max(kept) == bound
         assert not left
         assert limits == {timedelta(seconds=50)}
+
+
+def half_precision() -> tuple[float, dict[str, float]]:
+    """Return the loss of this stage, and a sum of each gradient, of a step in bfloat16."""
+    mesh = make_mesh("cpu", torch.distributed.get_world_size(), 50.0)
+    torch.manual_seed(0)
+    stage = build_stage("resnet18", 10, "group", mesh.size(1), mesh.get_local_rank("pp"))
+    images, labels = (
+        torch.randn(7, 3, 32, 32, generator=torch.Generator().manual_seed(1)),
+        torch.arange(7),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = Pipeline(stage, mesh, gpipe, 3, 50.0).step(images, labels)
+    return loss.item(), {name: p.grad.double().sum().item() for name, p in stage.named_parameters()}
+
+
+def test_stages_exchange_bfloat16(tmp_path: Path) -> None:
+    [(loss, gradients)] = ranks.call(half_precision, folder=tmp_path / "one", ranks=1)
+    (no_loss, first), (same_loss, second) = ranks.call(
+        half_precision, folder=tmp_path / "two", ranks=2
+    )
+    assert (no_loss, same_loss) == (0, loss)
+    assert first | second == gradients
 
 
 def test_later_stages_read_no_images(small: list[str]) -> None:
