@@ -52,15 +52,16 @@ def test_resumed_run_has_the_same_bits(
     data: Path,
     tmp_path: Path,
 ) -> None:
-    flags = [*case.flags(data / str(case)), "--checkpoint-every", "3"]
+    flags = [*case.flags(data / str(case)), "--checkpoint-every", "2"]
     run = functools.partial(ranks.run, case.example, world_size, mutate=[NO_CURVES])
     whole = run(flags, out=tmp_path / "whole").done()
 
     flags += ["--resume", "auto"]
     runs, steps = list[ranks.Training](), whole.result["steps"]
     for rank, part, signal in fate:
-        first = 5 if signal == SIGKILL else 2  # after a checkpoint; SIGTERM makes its own
-        fault = At(rank % world_size, min(steps, max(first, round(part * steps))), signal)
+        first = 4 if signal == SIGKILL else 2  # after a checkpoint; SIGTERM makes its own
+        step = max(first, 2 * round(part * steps / 2))  # even: the step before is in none
+        fault = At(rank % world_size, min(steps, step), signal)
         cut = run(flags, out=tmp_path / "cut", fault=fault)
         others = 75 if signal == SIGKILL else 128 + signal
         expected = [others] * world_size

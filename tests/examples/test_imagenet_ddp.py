@@ -100,6 +100,7 @@ def test_resumed_run_has_the_same_bits(
     assert "resumed from" in resumed.text
     assert resumed.result["parameter_hash"] == whole.result["parameter_hash"]
     assert resumed.losses == whole.losses
+    assert resumed.result["metrics"] == whole.result["metrics"]
     assert resumed.rows() == whole.rows()
     best = [load_file(run.out / "best.safetensors") for run in (resumed, whole)]
     torch.testing.assert_close(*best, rtol=0, atol=0)

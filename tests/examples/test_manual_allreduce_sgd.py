@@ -352,7 +352,7 @@ def test_launch_reports_a_failed_rank(tmp_path: Path) -> None:
 
 def test_tour_shows_what_each_rank_has() -> None:
     text = cold("tour", "--nproc", "3")
-    blocks = [block.splitlines() for block in text.split("\n\n")]
+    blocks = [block.splitlines() for block in f"\n{text}".split("\n\n")]
     after = {
         block[0]: [re.split(r"  +", line.strip())[-1] for line in block[2:5]]
         for block in blocks
