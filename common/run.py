@@ -93,7 +93,7 @@ class Run:
             return
         try:
             self.args.out.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.args.out / "lock").open("w")
+            self._lock = (self.args.out / "lock").open("a")  # keeps the other run's lines
         except OSError as error:
             raise UserError(f"cannot write --out {self.args.out}: {error.strerror}") from None
         try:
