@@ -179,6 +179,8 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             time.sleep(4)
         if _claim_error_report():
             print(message, file=sys.stderr, flush=True)
+        if rendezvous.joined is not None:
+            rendezvous.linger(rendezvous.joined, int(os.environ["RANK"]))
         sys.stdout.flush()
         # sys.exit would run the destructors of a process group, which may wait for other ranks.
         os._exit(code)

@@ -34,16 +34,27 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
         try:
             joined = _join(store, here, seconds)
         except (TimeoutError, UserError):
-            if here.rank == 0:
-                time.sleep(1)  # this process hosts the store, in which the others find the same
+            linger(store, here.rank)
             raise
     joined.set(f"process/{here.rank}", f"{platform.node()} {os.getpid()}")  # for hang.py
     return joined
 
 
+def linger(store: dist.Store, rank: int) -> None:
+    """Before the host of a store exits, leave the others a second to find the same error in it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore) and _is_host(rank):
+        time.sleep(1)
+
+
+def _is_host(rank: int) -> bool:
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
 def _connect(here: Place, seconds: float) -> dist.Store:
     host, _, port = here.init_method.removeprefix("tcp://").rpartition(":")
-    is_host = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = _is_host(here.rank)
     if not is_host:
         _await_host(host.strip("[]"), int(port), seconds)
     try:
