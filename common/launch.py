@@ -208,6 +208,8 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
             raise UserError(f"--rank {args.rank} must be from 0 to --world-size - 1")
         if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
             raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
+        if len(tempfile.gettempdir()) > 70 and (args.nproc > 1 or args.workers):
+            raise UserError("TMPDIR has more than 70 characters, too many for the name of a socket")
         return replace(args, out=args.out.expanduser())
     except UserError as error:
         captured.write(f"error: {error}\n")

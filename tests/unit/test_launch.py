@@ -125,3 +125,17 @@ def test_only_the_first_rank_reports_a_mistake(
             read(*flags, **env)
         assert capsys.readouterr().err == ""
     assert len(waits) == 3
+
+
+@pytest.mark.parametrize("flags", [["--nproc", "2"], ["--workers", "1"], []], ids=" ".join)
+def test_long_name_of_the_temporary_folder(
+    flags: list[str], read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The sockets of multiprocessing lie there; their names have at most 107 characters."""
+    monkeypatch.setattr("tempfile.tempdir", "/x" * 36)
+    if not flags:
+        assert read().nproc == 1
+        return
+    with pytest.raises(SystemExit):
+        read(*flags)
+    assert "error: TMPDIR" in capsys.readouterr().err
