@@ -1,7 +1,4 @@
-"""Loaders of images: a folder of files, the digits enlarged, or random pixels.
-
-Images are bytes until they are on the device.
-"""
+"""Loaders of images: a folder, the digits or random pixels; bytes until they are on the device."""
 
 import functools
 import hashlib
@@ -13,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms.v2 import functional as F
 
 from common.data import image_data
@@ -26,16 +23,20 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels
 DUMMY_STEPS = 100  # per epoch of --dummy
 
 
-class InMemoryImages(TensorDataset):
-    """Images as bytes, [N, 3, size, size], and labels, [N], without random crops."""
+class InMemoryImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images as bytes, [P, 3, size, size], repeated if P < N, and labels, [N]; no random crops."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, classes: Sequence[str]) -> None:
-        super().__init__(pixels, labels)
-        self.classes, self.columns = list(classes), dict[str, list[str]]()
+        self.pixels, self.labels, self.classes = pixels, labels, list(classes)
+        self.columns = dict[str, list[str]]()
 
-    def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Any) -> tuple[Tensor, Tensor]:
         """Return an image and its label; the key is an index or (epoch, index)."""
-        return super().__getitem__(index[1] if isinstance(index, tuple) else index)
+        index = index[1] if isinstance(index, tuple) else index
+        return self.pixels[index % len(self.pixels)], self.labels[index]
 
 
 def image_loaders(
@@ -74,7 +75,7 @@ def image_loaders(
     """
     train: Any
     test: Any
-    if workers < 0:  # more than 16 feed any GPU
+    if workers < 0:
         workers = max(0, min(16, cores() // int(os.environ["LOCAL_WORLD_SIZE"]) - 1)) if data else 0
     if dummy:
         train, test = _dummy_images(batch_size * (replicas or dist.get_world_size()), image_size)
@@ -123,16 +124,16 @@ def _statistics(device: torch.device) -> list[Tensor]:
 
 
 def _dummy_images(batch_size: int, size: int) -> list[InMemoryImages]:
-    """Return one image of random pixels many times, with labels of 1,000 classes."""
-    pixels = torch.randint(256, (1, 3, size, size), dtype=torch.uint8)
+    """Return 64 images of random pixels, repeated, with labels of 1,000 classes."""
+    pixels = torch.randint(256, (64, 3, size, size), dtype=torch.uint8)
     labels = torch.arange(DUMMY_STEPS * batch_size) % 1000
-    names, counts = [str(label) for label in range(1000)], (len(labels), len(labels) // 10)
-    return [InMemoryImages(pixels.expand(n, -1, -1, -1), labels[:n], names) for n in counts]
+    names = [str(label) for label in range(1000)]
+    return [InMemoryImages(pixels, part, names) for part in (labels, labels[: len(labels) // 10])]
 
 
 def _enlarged_digits(size: int) -> list[InMemoryImages]:
     """Return the embedded digits of 8x8 pixels as RGB images of size x size pixels."""
-    digits, sets = image_data("digits", Path()), list[InMemoryImages]()
+    digits, sets = image_data("digits", Path()), []
     for images, labels in (digits.train.tensors, digits.test.tensors):
         gray = (255 * (images * digits.std + digits.mean)).round().to(torch.uint8)
         pixels = F.resize(gray, [size, size]).expand(-1, 3, -1, -1)
