@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 from typing import Any
 
 import pytest
@@ -126,6 +126,12 @@ def test_signal_saves_a_checkpoint(signal: int, to: str, code: int, tmp_path: Pa
     assert len(program.stderr.splitlines()) == 1, program.stderr
     assert "saved" in program.stderr
     assert list((tmp_path / "out/checkpoints").glob("step-*.pt"))
+
+
+def test_usr1_to_all_processes_changes_nothing(expected: str, tmp_path: Path) -> None:
+    """A scheduler can send it before the time limit; here it asks for a report of hanging ranks."""
+    programs.run(*SPAWN, tmp_path / "out", fault=At(1, 6, SIGUSR1, "group")).done()
+    assert parameter_hash(tmp_path / "out") == expected
 
 
 def test_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
