@@ -56,6 +56,7 @@ def run(
     flags: Sequence[str] = (),
     *,
     out: Path,
+    device: str = "cpu",
     fault: At | None = None,
     mutate: Sequence[Sequence[str]] = (),
     nodes: int = 1,
@@ -66,7 +67,7 @@ def run(
 
     Args:
         example: the folder in `examples`, or a package with dots.
-        flags: --nproc, --out, --device cpu and --precision fp32 are added before them.
+        flags: --nproc, --out, --device and --precision fp32 are added before them.
         nodes: more than one: sessions that meet at a TCP port of this machine, as under torchrun.
         missing: ranks that are never started.
         env: more environment variables, by rank.
@@ -75,7 +76,7 @@ def run(
     log = out.with_name(f"{out.name}.log")
     log.mkdir(parents=True, exist_ok=True)
     (log / "rendezvous").unlink(missing_ok=True)
-    common = ["--nproc", str(ranks), "--out", str(out), "--device", "cpu", "--precision", "fp32"]
+    common = ["--nproc", str(ranks), "--out", str(out), "--device", device, "--precision", "fp32"]
     port, here = str(free_port()), ranks // nodes
     jobs = list[tuple[Any, ...]]()
     for rank in range(ranks):

@@ -43,3 +43,16 @@ def test_ranks_train_like_a_plain_loop(
     state = run.checkpoint()["parts"]["model"]
     if expected.state:
         torch.testing.assert_close(state, dict(expected.state), rtol=0, atol=case.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "world_size"), [row for row in rows() if row[0].number == 0 and row[1] < 3], ids=str
+)
+def test_gpu_trains_like_a_plain_loop(
+    case: Case, world_size: int, data: Path, tmp_path: Path
+) -> None:
+    """Two ranks share the device if there is only one."""
+    flags = case.flags(data / str(case))
+    run = ranks.run(case.example, world_size, flags, out=tmp_path / "out", device="cuda").done()
+    assert run.losses[:10] == approx(plain(case, data).losses[:10], rel=1e-3)
