@@ -23,7 +23,7 @@ def shrink(old: str, new: Path, size: int) -> None:
     unfinished = new.with_name(f".{new.name}")  # a hidden file is no image
     try:
         if min((image := decode(old)).shape[1:]) > size:
-            F.to_pil_image(F.resize(image, [size])).save(unfinished, quality=90)
+            F.to_pil_image(F.resize(image, [size])).save(unfinished, quality=85)
         else:
             shutil.copyfile(old, unfinished)
         unfinished.rename(new)
