@@ -32,7 +32,7 @@ class Args(RunArgs):
     """Folder with train/CLASS/* and val/CLASS/*; default: digits, enlarged."""
     image_size: int = 32
     """Height and width of the images, in pixels."""
-    epochs: int = 3
+    epochs: int = 5
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 96
     """GLOBAL batch size in samples, divided by the number of replicas."""
