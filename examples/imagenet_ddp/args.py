@@ -36,7 +36,7 @@ class Args(NodeArgs):
     workers: Annotated[int, arg(aliases=["-j"])] = -1
     """Data-loading processes per rank; -1 is its share of the cores less one, at most 16."""
     lr: Annotated[float, arg(aliases=["--learning-rate"])] = -1.0
-    """Highest learning rate; -1 is 0.1, the usual one for a batch of 256; 0.04 with the digits."""
+    """Highest learning rate; -1 is 0.1, the usual one for a batch of 256; 0.02 with the digits."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4
@@ -55,6 +55,6 @@ class Args(NodeArgs):
     """Folder for checkpoints, metrics and the result."""
 
     def __post_init__(self) -> None:
-        values = (90, 256, 224, 0.1) if self.data or self.dummy else (6, 96, 32, 0.04)
+        values = (90, 256, 224, 0.1) if self.data or self.dummy else (6, 96, 32, 0.02)
         auto = zip(("epochs", "batch_size", "image_size", "lr"), values, strict=True)
         vars(self).update({n: v for n, v in auto if vars(self)[n] < 0})  # the instance is frozen

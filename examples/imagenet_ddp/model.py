@@ -129,8 +129,10 @@ def make_scheduler(args: Args, optimizer: Optimizer, steps_per_epoch: int) -> La
     """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then half a cosine to 0.
 
     Raises:
-        UserError: --start-epoch is not before the end.
+        UserError: --start-epoch is not before the end; the training set is smaller than a batch.
     """
+    if not steps_per_epoch:
+        raise UserError(f"--batch-size {args.batch_size} exceeds the training set; reduce it")
     if args.start_epoch >= args.epochs:
         raise UserError(f"--start-epoch {args.start_epoch} is not below --epochs {args.epochs}")
     start, total = args.start_epoch * steps_per_epoch, args.epochs * steps_per_epoch

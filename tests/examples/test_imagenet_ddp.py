@@ -251,8 +251,9 @@ def test_newest_pretrained_weights() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--accumulate 5", "--accumulate 5 does not divide 6"),
+        ("--accumulate 5", "--accumulate 5 does not divide the 6"),
         ("-b 13", "--batch-size 13 is not divisible by 2 ranks"),
+        ("-b 68", "--batch-size 68 exceeds the training set"),
         ("-a resnet19", "torchvision has no model resnet19; try resnet"),
         ("-a alexnet", "alexnet does not accept images of 32 pixels"),
         ("--sync-bn", "--sync-bn needs CUDA"),
