@@ -282,9 +282,9 @@ def built(name: str) -> tuple[DDP, torch.optim.Optimizer, Any, DataLoader[Any]]:
 
 def step(model: DDP, optimizer: torch.optim.Optimizer, batch: list[Tensor]) -> Tensor:
     loss = F.cross_entropy(model(batch[0]).float(), batch[1])
-    optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()  # after the step: no gradient may be left of the warm-up
     return loss
 
 

@@ -33,6 +33,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         (1, RunArgs(), ALONE, {"SLURM_PROCID": "1"}, ("cuda:0", NCCL)),  # one visible to each
         (2, RunArgs(), TWO_BY_TWO, {}, ("cuda:1", NCCL)),
         (8, RunArgs(), TWO_BY_TWO, {}, ("cuda:1", NCCL)),
+        (0, RunArgs(), Place(1, 1, 4, 2, "tcp://x:1"), {}, ("cpu", "gloo")),
         (2, NodeArgs(dist_backend="gloo"), ALONE, {}, ("cuda:1", "gloo")),
         (1, NodeArgs(dist_backend="nccl"), ALONE, {}, ("cuda:0", NCCL)),
         (0, NodeArgs(dist_backend="gloo"), ALONE, {}, ("cpu", "gloo")),
