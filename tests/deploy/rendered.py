@@ -118,13 +118,6 @@ class Manifests:
         kind, _, name = reference["resource"].partition(".")
         return str(math.ceil(quantity(self.container["resources"][kind][name])))
 
-    def mount(self, path: str) -> dict[str, Any]:
-        """Return the volume that is mounted at a path; empty if there is none."""
-        mounts = self.container.get("volumeMounts", [])
-        names = [mount["name"] for mount in mounts if mount.get("mountPath") == path]
-        volumes = [volume for volume in self.pod.get("volumes", []) if volume.get("name") in names]
-        return volumes[0] if volumes else {}
-
 
 @functools.cache
 def rendered(folder: Path) -> str:

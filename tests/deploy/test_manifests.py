@@ -147,7 +147,7 @@ def test_names_follow_a_prefix(k8s: Path, name: str) -> None:
 CHANGES = {
     "kueue": "labels: [{pairs: {kueue.x-k8s.io/queue-name: training}}]",
     "rdma": "components: [../../components/rdma]",
-    "patches": next(text for text in SAMPLES if "storageClassName" in text),
+    "patches": "patches:\n" + next(text for text in SAMPLES if "storageClassName" in text),
 }
 
 
