@@ -1,26 +1,32 @@
 """Compare programs: each runs once per round, in an order that changes with the round.
 
 A change of the machine's load then affects all programs. Results keep every sample, the facts of
-the machine, and the claims that follow, each with its floor.
+the machine, and the claims that follow, each with its bound.
 """
 
 import importlib.metadata
 import json
 import os
+import pickle
 import platform
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import tyro
+
+from examples.manual_allreduce_sgd.run import launch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -42,35 +48,74 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement with a number, and the floor below which it does not hold."""
+    """A statement with a number, and the bound beyond which it does not hold."""
 
     text: str
     value: float
-    floor: float
+    bound: float
     unit: str = "times"
+    at_most: bool = False
 
     @property
     def holds(self) -> bool:
-        """True if the value reaches the floor."""
-        return self.value >= self.floor
+        """True if the value keeps to the bound."""
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
 
 
-def main(name: str, measure: Callable[[Measurement], dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class Table:
+    """The samples of programs that were compared."""
+
+    unit: str
+    samples: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark measured.
+
+    Attributes:
+        inputs: data and sizes, by name.
+        tables: by title.
+        claims: statements about the tables.
+        curves: losses per step by name, for a chart.
+    """
+
+    inputs: Mapping[str, Any]
+    tables: Mapping[str, Table]
+    claims: Sequence[Claim] = ()
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def main(
+    name: str, measure: Callable[[Any], Result], flags: type[Measurement] | None = None
+) -> None:
     """Run a benchmark from the command line, and save its result as results/NAME.json.
 
     Args:
         name: of the benchmark.
-        measure: returns the result; its `claims` are a list of `Claim`.
+        measure: measures, given the flags.
+        flags: more flags than those of all benchmarks.
     """
-    args = tyro.cli(Measurement, prog=f"python -m benchmarks.{name}")
-    result: dict[str, Any] = {**facts(), "rounds": args.rounds, **measure(args)}
-    claims: list[Claim] = result.get("claims", [])
-    for claim in claims:
+    args = tyro.cli(flags or Measurement, prog=f"python -m benchmarks.{name}")
+    about = facts()
+    result = measure(args)
+    tables: dict[str, Any] = {
+        title: {"unit": table.unit, "medians": medians(table.samples), "samples": table.samples}
+        for title, table in result.tables.items()
+    }
+    for title, table in tables.items():
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in table["medians"].items())
+        print(f"{title}, {table['unit']}: {shown}")
+    for claim in result.claims:
         verdict = "holds" if claim.holds else "DOES NOT HOLD"
-        print(f"{claim.text}: {claim.value:.3g} {claim.unit} (floor {claim.floor:g}): {verdict}")
+        limit = "at most" if claim.at_most else "at least"
+        print(f"{claim.text}: {claim.value:.3g} {claim.unit} ({limit} {claim.bound:g}): {verdict}")
     if not args.quick:
-        result["claims"] = [{**asdict(claim), "holds": claim.holds} for claim in claims]
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
+        claims = [{**asdict(claim), "holds": claim.holds} for claim in result.claims]
+        saved = {**about, "inputs": result.inputs, "tables": tables, "claims": claims}
+        saved |= {"curves": result.curves} if result.curves else {}
+        (RESULTS / f"{name}.json").write_text(json.dumps(saved, indent=1, default=str) + "\n")
 
 
 def facts() -> dict[str, Any]:
@@ -103,7 +148,7 @@ def facts() -> dict[str, Any]:
 def compare(
     programs: Mapping[str, Callable[[], float]], rounds: int, unit: str = "s"
 ) -> dict[str, list[float]]:
-    """Measure all programs in turn; return the samples of each.
+    """Measure all programs in turn; return the samples of each. All ranks call this together.
 
     Args:
         programs: by name; each measures its program once.
@@ -116,10 +161,39 @@ def compare(
         random.Random(number).shuffle(order)  # noqa: S311 - no secret
         for name in order:
             samples[name].append(programs[name]())
-            print(
-                f"round {number + 1}/{rounds}: {name}: {samples[name][-1]:.4g} {unit}", flush=True
-            )
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                shown = f"{name}: {samples[name][-1]:.4g} {unit}"
+                print(f"round {number + 1}/{rounds}: {shown}", flush=True)
     return samples
+
+
+def timed(step: Callable[[], object], repeats: int = 1, warm_up: int = 1) -> float:
+    """Return the seconds of a step, those of the slowest rank. All ranks call this together."""
+    for _ in range(warm_up):
+        step()
+    if dist.is_initialized():
+        dist.barrier()
+    began = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    seconds = torch.tensor((time.perf_counter() - began) / repeats, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on each rank, a forked process with one thread; return rank 0's result."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result")
+        launch(_on_rank, ranks, file, function, *args)
+        return pickle.loads(file.read_bytes())  # noqa: S301 - written below
+
+
+def _on_rank(file: Path, function: Callable[..., Any], *args: Any) -> None:
+    result = function(*args)
+    if dist.get_rank() == 0:
+        file.write_bytes(pickle.dumps(result))
 
 
 def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:

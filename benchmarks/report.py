@@ -1,4 +1,4 @@
-"""Write benchmarks/README.md, and a chart per result, from the result files.
+"""Write benchmarks/README.md, and the charts, from the result files.
 
 python -m benchmarks.report
 """
@@ -16,63 +16,102 @@ from benchmarks.harness import RESULTS
 
 HEAD = """# Benchmarks
 
-Each program of this folder compares ours with a peer in one run: `python -m benchmarks.NAME`, or
-with `--quick` to see that it works. Programs run in turn; figures are medians of the rounds, and
-ratios are taken within a round. The result files have every sample. `python -m benchmarks.report`
-writes this page.
+Each program of this folder compares ours with a peer in one run:
 
-Results of an earlier, larger version (revision `acc0cf5`) are in results/ as well; their programs
-were deleted, and [the scale page](../docs/en/scale.md) quotes some of them.
+```sh
+python -m benchmarks.NAME             # measures, and writes results/NAME.json
+python -m benchmarks.NAME --quick     # shows that it works; writes nothing
+python -m benchmarks.report           # writes this page and its charts from the result files
+```
 
+Programs run in turn. Figures are medians of the rounds, and ratios are taken within a round. The
+result files have every sample.
+
+Other files in results/ are from an earlier, larger version (revision `acc0cf5`), whose programs
+were deleted. [Scale](../docs/en/scale.md) and [Faults](../docs/en/faults.md) quote them.
 """
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """Return the results with claims, by name."""
+    """Return the results of this version by name."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    return {name: result for name, result in found.items() if "claims" in result}
+    return {name: result for name, result in found.items() if "tables" in result}
+
+
+def claims(results: dict[str, dict[str, Any]]) -> str:
+    """Return the table of all claims."""
+    rows = [
+        "| claim | measured | required | holds | result, revision, day |",
+        "|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        place = f"[{name}](results/{name}.json), `{result['revision']}`, {result['date'][:10]}"
+        for claim in result["claims"]:
+            limit = f"{'at most' if claim['at_most'] else 'at least'} {claim['bound']:g}"
+            verdict = "yes" if claim["holds"] else "**no**"
+            measured = f"{claim['value']:.3g} {claim['unit']}"
+            rows.append(f"| {claim['text']} | {measured} | {limit} | {verdict} | {place} |")
+    return "\n".join(rows) + "\n"
+
+
+def section(name: str, result: dict[str, Any]) -> str:
+    """Return the inputs, the machine and the medians of a benchmark."""
+    machine, versions = result["machine"], result["versions"]
+    inputs = "; ".join(f"{key}: {value}" for key, value in result["inputs"].items())
+    text = (
+        f"\n## {name}\n\n`python -m benchmarks.{name}`, {result['date'][:10]}, revision "
+        f"`{result['revision']}`, {machine['cpu']}, {machine['cores']} cores, load before "
+        f"{machine['load_before']}, torch {versions['torch']}, Python {versions['python']}.\n\n"
+        f"Inputs: {inputs}.\n"
+    )
+    for title, table in result["tables"].items():
+        rounds = len(next(iter(table["samples"].values())))
+        text += f"\n| {title} | {table['unit']}, median of {rounds} |\n|---|---|\n"
+        text += "".join(f"| {key} | {value:.4g} |\n" for key, value in table["medians"].items())
+    return text + f"\n![medians and samples](results/{name}.png)\n"
+
+
+def draw_tables(tables: dict[str, Any], path: Path) -> None:
+    """Draw a chart per table: medians as bars, samples as dots."""
+    rows = [len(table["medians"]) for table in tables.values()]
+    figure = Figure((7.5, 0.4 * sum(rows) + 0.9 * len(rows)), dpi=110, layout="constrained")
+    grid = figure.subplots(len(rows), squeeze=False, height_ratios=[n + 1 for n in rows])
+    for axes, (title, table) in zip(grid[:, 0], tables.items(), strict=True):
+        axes.barh(list(table["medians"]), table["medians"].values(), color="#0b5cad", height=0.6)
+        for row, name in enumerate(table["medians"]):
+            values = table["samples"][name]
+            axes.plot(values, [row] * len(values), "o", color="black", markersize=3)
+        axes.invert_yaxis()
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel(table["unit"])
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
+    """Draw losses over steps; later lines are thinner, so that equal ones are visible."""
+    figure = Figure((7.5, 3.2), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    colors = ("#f0b84b", "#0b5cad", "black")
+    for number, (name, losses) in enumerate(curves.items()):
+        width = 2 * (len(curves) - number)
+        axes.plot(losses, label=name, linewidth=width, color=colors[number % len(colors)])
+    axes.set(xlabel="step", ylabel="training loss")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """Return the page: a table of claims, then the medians and inputs of each benchmark."""
-    text = (
-        HEAD + "## Claims\n\n| claim | measured | floor | holds | result |\n|---|---|---|---|---|\n"
-    )
-    for name, result in results.items():
-        for claim in result["claims"]:
-            measured = f"{claim['value']:.3g} {claim['unit']}"
-            verdict = "yes" if claim["holds"] else "**no**"
-            link = f"[{name}](results/{name}.json)"
-            text += f"| {claim['text']} | {measured} | {claim['floor']:g} | {verdict} | {link} |\n"
-    for name, result in results.items():
-        machine, versions = result["machine"], result["versions"]
-        text += (
-            f"\n## {name}\n\n{result['date'][:10]}, revision `{result['revision']}`, "
-            f"{machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}, "
-            f"{result['rounds']} rounds.\n\n| program | median, {result['unit']} |\n|---|---|\n"
-        )
-        text += "".join(f"| {key} | {value:.4g} |\n" for key, value in result["medians"].items())
-        text += f"\n![medians of the programs](results/{name}.png)\n"
-    return text
-
-
-def chart(result: dict[str, Any], path: Path) -> None:
-    """Draw the medians of a result as bars, and its samples as dots."""
-    names = list(result["medians"])
-    figure = Figure((7.5, 0.8 + 0.4 * len(names)), dpi=110)
-    axes = figure.subplots()
-    axes.barh(names, [result["medians"][name] for name in names], color="#0b5cad", height=0.6)
-    for row, name in enumerate(names):
-        values = result["samples"][name]
-        axes.plot(values, [row] * len(values), "o", color="black", markersize=3)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{result['unit']}, median of {result['rounds']} rounds")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, bbox_inches="tight")
+    """Return the page: the claims, then each benchmark."""
+    sections = "".join(section(name, result) for name, result in results.items())
+    return f"{HEAD}\n## Claims\n\n{claims(results)}{sections}"
 
 
 if __name__ == "__main__":
     results = load()
     (RESULTS.parent / "README.md").write_text(page(results))
     for name, result in results.items():
-        chart(result, RESULTS / f"{name}.png")
+        draw_tables(result["tables"], RESULTS / f"{name}.png")
+        if "curves" in result:  # on the first page
+            draw_curves(result["curves"], RESULTS / "same_training.png")
