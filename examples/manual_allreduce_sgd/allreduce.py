@@ -2,14 +2,13 @@
 
     python -m examples.manual_allreduce_sgd.allreduce --nproc 2
 
-| W ranks, a tensor of S bytes | bytes sent by the busiest rank | messages in a row | good for |
+| W ranks, a tensor of S bytes | bytes sent by a rank | messages in a row | good for |
 |---|---|---|---|
-| `reduce_broadcast` | (W - 1) S | 2 (W - 1) | nothing: rank 0 is the bottleneck |
 | `recursive_doubling` | log2(W) S | log2(W), 2 more unless W is a power of 2 | small tensors |
 | `ring_all_reduce` in train.py | 2 (W - 1) / W S | 2 (W - 1) | large tensors |
 
-Each leaves the same bits on all ranks. They add in different orders, so that their sums of floats
-are equal up to rounding.
+After either algorithm, all ranks have the same bits. The algorithms add in different orders, so
+their sums of floats are equal up to rounding.
 """
 
 import statistics
@@ -25,26 +24,13 @@ from .run import launch
 from .train import ring_all_reduce
 
 
-def reduce_broadcast(tensor: Tensor) -> None:
-    """Sum a tensor [n] over the ranks on rank 0, and send the sum back. Every rank calls this."""
-    if dist.get_rank() > 0:
-        dist.send(tensor, dst=0)
-        dist.recv(tensor, src=0)
-        return
-    buffer = torch.empty_like(tensor)
-    for peer in range(1, dist.get_world_size()):
-        dist.recv(buffer, src=peer)
-        tensor += buffer
-    for peer in range(1, dist.get_world_size()):
-        dist.send(tensor, dst=peer)
-
-
 def recursive_doubling(tensor: Tensor) -> None:
-    """Sum a tensor [n] over the ranks: exchange it with ranks at distance 1, 2, 4, ...
+    """Sum a tensor [n] over the ranks, in place. Every rank calls this.
 
-    After each exchange, twice as many ranks have the same partial sum. Ranks beyond the largest
-    power of 2 give their tensor to a partner first, and get the result from it at the end. Every
-    rank calls this. (Thakur et al., 2005, https://doi.org/10.1177/1094342005051521, section 4.5)
+    A rank exchanges its partial sum with the ranks at distance 1, 2, 4, ...; each exchange doubles
+    the number of ranks in it. Ranks beyond the largest power of 2 first send their tensor to a
+    partner, and receive the result at the end.
+    (Thakur et al., 2005, https://doi.org/10.1177/1094342005051521, section 4.5)
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     power = 1 << (world_size.bit_length() - 1)  # the largest power of 2 up to W
@@ -67,10 +53,10 @@ def recursive_doubling(tensor: Tensor) -> None:
 
 
 def average_each_gradient(model: nn.Module) -> None:
-    """Replace each gradient by its mean, with a message for each: the loop of most tutorials.
+    """Replace each gradient by its mean over the ranks. Every rank calls this, after backward.
 
-    Many short messages are slower than the long one of `average_gradients` in train.py. Every rank
-    calls this, after backward.
+    This is the loop of most tutorials. Its many short messages are slower than the long one of
+    `average_gradients` in train.py.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -92,7 +78,7 @@ def milliseconds(function: Callable[..., object], *args: object) -> float:
 def compare() -> None:
     """Print the time that each algorithm takes. Every rank calls this."""
     lines = ["milliseconds          1 KB    1 MB   16 MB"]
-    for algorithm in (dist.all_reduce, ring_all_reduce, recursive_doubling, reduce_broadcast):
+    for algorithm in (dist.all_reduce, ring_all_reduce, recursive_doubling):
         tensors = [torch.zeros(1 << bits) for bits in (8, 18, 22)]  # 4 bytes per element
         times = [f"{milliseconds(algorithm, tensor):7.2f}" for tensor in tensors]
         lines.append(f"{algorithm.__name__:18} {' '.join(times)}")

@@ -1,6 +1,6 @@
-"""What each rank has before and after each call of torch.distributed.
+"""Show the tensors of each rank before and after each call of torch.distributed.
 
-python -m examples.manual_allreduce_sgd.tour  # with 4 processes
+python -m examples.manual_allreduce_sgd.tour              # with 4 processes
 python -m examples.manual_allreduce_sgd.tour --nproc 2
 """
 
@@ -22,14 +22,14 @@ def numbers(*values: float) -> Tensor:
 
 
 def text(value: object) -> str:
-    """Return tensors, and lists of tensors, as numbers."""
+    """Format a tensor, or a list of tensors, as numbers."""
     if isinstance(value, Tensor):
         return f"[{', '.join(f'{number:g}' for number in value.tolist())}]"
     return f"[{', '.join(map(text, value))}]" if isinstance(value, list) else str(value)
 
 
 def show(call: str, before: str, after: object) -> None:
-    """Print what all ranks had before a call and have after it. Every rank calls this."""
+    """Print the values of all ranks before and after a call. Every rank calls this."""
     rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((before, text(after)), rows)
     if rows is not None:
@@ -73,8 +73,8 @@ def one_to_all(rank: int, world_size: int) -> None:
 
 
 def collect(rank: int, world_size: int) -> None:
-    """Collect what all ranks have, in the order of the ranks, on rank 0 or on all ranks."""
-    # Tensors are received into memory that exists: one for each rank of the world, not of a node.
+    """Collect the values of all ranks, ordered by rank, on rank 0 or on all ranks."""
+    # Tensors are received into existing ones: one for each rank of the world, not of a node.
     blanks = [numbers(-1) for _ in range(world_size)]
     dist.all_gather(blanks, numbers(10 * rank))
     show("all_gather", text(numbers(10 * rank)), blanks)
@@ -82,7 +82,7 @@ def collect(rank: int, world_size: int) -> None:
     dist.gather(numbers(10 * rank), collected, dst=0)  # only the destination passes a list
     show("gather(dst=0)", text(numbers(10 * rank)), collected)
 
-    # Objects are pickled: for small ones, among trusted processes.
+    # Objects are pickled: use these calls for small objects of trusted processes only.
     objects: list[Any] = [None] * world_size
     dist.all_gather_object(objects, {"rank": rank})
     show("all_gather_object", str({"rank": rank}), objects)
@@ -126,7 +126,7 @@ def groups(rank: int, world_size: int) -> None:
 
 
 def refused(rank: int, world_size: int) -> None:
-    """Try calls that every rank refuses. If only one rank did, the others would wait for it."""
+    """Try calls that raise on every rank. If only one rank raised, the others would wait for it."""
     sizes = [torch.empty(1 + peer) for peer in range(world_size)]
     column = torch.empty(2, 2)[:, 0]
     new_group: Any = dist.new_group
@@ -151,13 +151,13 @@ def refused(rank: int, world_size: int) -> None:
 
 
 def tour() -> None:
-    """Show everything. Every rank calls this."""
+    """Show all calls. Every rank calls this."""
     for topic in (send_and_receive, one_to_all, collect, reductions, groups, refused):
         topic(dist.get_rank(), dist.get_world_size())
 
 
 def main(nproc: int = 4) -> None:
-    """Show what each rank of at least 2 has before and after each call of torch.distributed."""
+    """Show the tensors of `nproc` ranks, at least 2, before and after each call."""
     launch(tour, nproc)
 
 

@@ -7,8 +7,7 @@ Each rank computes the gradient of its part of the batch. The mean of these grad
 gradient of the whole batch, so any number of ranks trains the same model, up to rounding.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,20 +25,14 @@ from common.run import Run
 from .args import Args
 
 
-def ring_all_reduce(tensor: Tensor, piece: int = 1 << 21) -> None:
-    """Sum a tensor [n] over the ranks, in place. Every rank calls this."""
-    # Each piece has a ring of its own: one adds while the messages of the others are on their way.
-    for _ in zip_longest(*(ring(part) for part in tensor.split(piece))):
-        pass
-
-
-def ring(tensor: Tensor) -> Iterator[None]:
-    """Sum a tensor [n] over the ranks, in place; yield while messages are on their way.
+def ring_all_reduce(tensor: Tensor) -> None:
+    """Sum a tensor [n] over the ranks, in place. Every rank calls this.
 
     In each of 2 (W - 1) steps, a rank sends one of W chunks to its right neighbor and receives one
-    from its left. In the first half (reduce-scatter) it adds what it receives, until rank r has
-    the sum of chunk r + 1; in the second half (all-gather) the sums replace the chunks. A rank
-    sends 2 (W - 1) / W times the tensor, the minimum (https://doi.org/10.1016/j.jpdc.2008.09.002).
+    from its left neighbor. In the first half (reduce-scatter) it adds the received chunk to its
+    own, until rank r has the sum of chunk r + 1. In the second half (all-gather) the sums replace
+    the chunks. A rank sends 2 (W - 1) / W times the tensor, which is the minimum
+    (https://doi.org/10.1016/j.jpdc.2008.09.002).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     chunks = tensor.tensor_split(world_size)  # views; some are empty if n < W
@@ -48,9 +41,8 @@ def ring(tensor: Tensor) -> Iterator[None]:
         incoming = torch.empty_like(own) if step < world_size - 1 else own
         send = dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)
         receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)
-        works = dist.batch_isend_irecv([send, receive])  # if all sent first, none would receive
-        yield
-        for work in works:
+        # Posted together: if every rank waited for its send first, no rank would receive.
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
         if incoming is not own:
             own += incoming
@@ -59,7 +51,7 @@ def ring(tensor: Tensor) -> Iterator[None]:
 def average_gradients(model: nn.Module, all_reduce: Callable[[Tensor], object]) -> None:
     """Replace each gradient by its mean over the ranks. Every rank calls this, after backward."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = total = parameters_to_vector(gradients)  # one long message, not many short ones
+    flat = total = parameters_to_vector(gradients)  # one long message is faster than many
     if flat.is_cuda and dist.get_backend() == "gloo":  # gloo cannot send CUDA tensors
         total = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat)
     all_reduce(total)

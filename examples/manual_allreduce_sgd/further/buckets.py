@@ -1,18 +1,13 @@
-"""Send gradients while backward still computes others, as DistributedDataParallel does.
+"""Send gradients while backward still computes others, like DistributedDataParallel.
 
     python -m examples.manual_allreduce_sgd.further.buckets --nproc 2
 
 Gradients become ready from the last layer to the first. Hooks collect them in buckets, and a bucket
 is sent as soon as it is complete (Li et al., 2020, https://arxiv.org/abs/2006.15704, section 3.2).
-
-A gradient can come in several parts: a layer in two checkpointed calls gets one from each. A bucket
-that left with the first part would train all ranks on the same wrong gradient. So a bucket waits
-for as many parts as the step before had; a later part is an error, as in DDP.
 """
 
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -33,8 +28,8 @@ class Buckets:
     Every rank creates one with the same model, and calls `wait` after each backward.
 
     Args:
-        model: gradients that are None count as zeros.
-        bucket_bytes: a bucket is closed when it has as many; DDP's default is 25 MB.
+        model: its parameters that are unused in a step get zeros as gradients.
+        bucket_bytes: size at which a bucket is closed; DDP's default is 25 MB.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = 1 << 20) -> None:
@@ -44,33 +39,28 @@ class Buckets:
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect)
-        self.parts = Counter[nn.Parameter]()  # parts of each gradient in this step
-        self.expected = Counter[nn.Parameter]()  # the same in the step before
+        self.ready = set[nn.Parameter]()  # parameters whose gradient is computed in this step
         self.sent: list[tuple[Tensor, dist.Work]] = []  # of this step, in the order of the buckets
         self.overlapped = 0  # number of buckets that were sent during the last backward
 
     def _collect(self, parameter: nn.Parameter) -> None:
-        """Count a part of a gradient, and send all buckets that are now complete."""
-        self.parts[parameter] += 1
-        if any(parameter is p for bucket in self.buckets[: len(self.sent)] for p in bucket):
-            raise RuntimeError(
-                f"the gradient of a parameter {list(parameter.shape)} got another part after it "
-                f"was sent: it has more parts than in the step before"
-            )
-        # In the order of the buckets, not as they become complete: all ranks must send alike.
-        while len(self.sent) < len(self.buckets) and all(
-            0 < self.parts[p] == self.expected[p] for p in self.buckets[len(self.sent)]
+        """Note that a gradient is ready, and send all buckets that are now complete."""
+        if parameter in self.ready:  # its bucket may be sent already; DDP also raises
+            raise RuntimeError(f"a gradient {list(parameter.shape)} became ready twice in a step")
+        self.ready.add(parameter)
+        # All ranks must send the buckets in the same order, whatever becomes ready first.
+        while len(self.sent) < len(self.buckets) and self.ready.issuperset(
+            self.buckets[len(self.sent)]
         ):
             self._send()
 
     def _send(self) -> None:
         bucket = self.buckets[len(self.sent)]
         for parameter in bucket:
-            if parameter.grad is None:  # unused on this rank, perhaps not on others
+            if parameter.grad is None:  # unused on this rank; other ranks may use it
                 parameter.grad = torch.zeros_like(parameter)
         flat = parameters_to_vector([p.grad for p in bucket if p.grad is not None])
-        work = dist.all_reduce(flat, async_op=True)
-        self.sent.append((flat, work))
+        self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def wait(self) -> None:
         """Replace each gradient by its mean over the ranks. Every rank calls this."""
@@ -81,11 +71,11 @@ class Buckets:
             work.wait()
             gradients = [p.grad for p in bucket if p.grad is not None]
             vector_to_parameters(flat / dist.get_world_size(), gradients)
-        self.expected, self.parts, self.sent = self.parts, Counter(), []
+        self.ready, self.sent = set(), []
 
 
 def train(model: nn.Module, after_backward: Callable[[], object], steps: int) -> float:
-    """Train on random numbers, different ones on each rank; return milliseconds per step."""
+    """Train on random numbers that differ between ranks; return milliseconds per step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     times = []
@@ -113,7 +103,7 @@ def compare(steps: int) -> None:
     times = {
         "after backward": train(flat, lambda: average_gradients(flat, dist.all_reduce), steps),
         "in buckets": train(overlapped, buckets.wait, steps),
-        "by DDP": train(DistributedDataParallel(ddp, bucket_cap_mb=1), lambda: None, steps),
+        "with DDP": train(DistributedDataParallel(ddp, bucket_cap_mb=1), lambda: None, steps),
     }
     vectors = [parameters_to_vector(model.parameters()) for model in models]
     difference = max((vector - vectors[0]).abs().max().item() for vector in vectors)

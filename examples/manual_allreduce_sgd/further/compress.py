@@ -1,9 +1,9 @@
-"""Send less than the gradients: rounded, the largest only, or as products of thin matrices.
+"""Send compressed gradients: rounded, the largest only, or as products of thin matrices.
 
     python -m examples.manual_allreduce_sgd.further.compress --nproc 2
 
-Each rank keeps what it did not send, and adds it to its next gradient: nothing is lost for good
-(error feedback, https://arxiv.org/abs/1901.09847).
+Each rank keeps the difference between its gradient and what it sent, and adds it to its next
+gradient, so that nothing is lost for good (error feedback, https://arxiv.org/abs/1901.09847).
 """
 
 from pathlib import Path
@@ -23,14 +23,14 @@ from ..train import partition_dataset
 
 
 class Compressor:
-    """Averages gradients [n] over the ranks; this one sends all of them as they are."""
+    """Averages gradients [n] over the ranks; this base class sends them uncompressed."""
 
     def __init__(self) -> None:
-        self.error = torch.zeros(())  # [n] after the first step: what this rank has not sent
+        self.error = torch.zeros(())  # [n] after the first step: what this rank did not send
         self.bytes_per_step = 0  # size of this rank's messages
 
     def average(self, gradient: Tensor) -> Tensor:
-        """Return about the mean [n] of the ranks' gradients [n]. Every rank calls this."""
+        """Return the approximate mean [n] of the ranks' gradients [n]. Every rank calls this."""
         wanted = gradient + self.error
         mean, sent = self._exchange(wanted)  # the mean of the ranks' `sent` is `mean`
         self.error = wanted - sent
@@ -43,7 +43,7 @@ class Compressor:
 
 
 class BFloat16(Compressor):
-    """Rounds each gradient by up to 2^-8 of its size."""
+    """Sends gradients in bfloat16, rounded by up to 2^-8 of their size."""
 
     def _exchange(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         message = wanted.bfloat16()
@@ -53,7 +53,7 @@ class BFloat16(Compressor):
 
 
 class TopK(Compressor):
-    """Sends the largest gradients: a ratio of all (https://arxiv.org/abs/1704.05021)."""
+    """Sends a fraction of the gradients, the largest (https://arxiv.org/abs/1704.05021)."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TopK(Compressor):
         indices = wanted.abs().topk(max(1, round(self.ratio * len(wanted)))).indices  # [k]
         values, world_size = wanted[indices], dist.get_world_size()
         self.bytes_per_step = indices.nbytes + values.nbytes
-        # Each rank chooses other indices, so that there is nothing to add up on the way.
+        # Ranks choose different indices, so an all-reduce could not add the values.
         all_indices = [torch.empty_like(indices) for _ in range(world_size)]
         all_values = [torch.empty_like(values) for _ in range(world_size)]
         dist.all_gather(all_indices, indices)
@@ -77,7 +77,7 @@ class PowerSGD(Compressor):
     """Sends each matrix [a, b] as [a, r] times [r, b] (https://arxiv.org/abs/1905.13727).
 
     Args:
-        shapes: a and b of each gradient. If the thin matrices are no smaller, it is sent whole.
+        shapes: a and b of each gradient; it is sent whole if the thin matrices are not smaller.
         rank: r, columns of the thin matrices.
     """
 

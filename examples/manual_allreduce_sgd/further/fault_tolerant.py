@@ -4,11 +4,11 @@
     python -m examples.manual_allreduce_sgd.further.fault_tolerant
 
 Before each step, the replicas that are alive form a quorum at a small server, the lighthouse. They
-average their gradients, and apply the step only if that worked. A replica that joins first gets the
-state of another one. The global batch is divided among the replicas of the quorum, so that a lost
-replica costs time, not samples.
+average their gradients, and apply the step only if that worked. A replica that joins first receives
+the state of another replica. The global batch is divided among the replicas of the quorum, so that
+a lost replica costs time but no samples.
 
-Here the last replica kills itself in step --kill-at, and is started again.
+Here the last replica kills itself in step --kill-at and is started again.
 """
 
 import importlib
@@ -42,7 +42,7 @@ torchft: Any = importlib.import_module("torchft") if importlib.util.find_spec("t
 
 
 def serve_lighthouse(connection: Connection) -> None:
-    """Serve until this process is killed. Sends the port first."""
+    """Send the port of a lighthouse, and serve until this process is killed."""
     server_class = importlib.import_module("torchft.coordination").LighthouseServer
     server = server_class("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=1000)
     connection.send(int(server.address().rpartition(":")[2]))
@@ -77,7 +77,7 @@ def train(
 ) -> None:
     """Train one replica, in a process of its own.
 
-    `events`, the fault of this demonstration, are called once, between quorum and all-reduce.
+    `events` are called between quorum and all-reduce of their steps: the fault of this example.
     """
     torch.set_num_threads(1)
     logging.disable()  # torchft logs a traceback for a lost replica
@@ -88,7 +88,7 @@ def train(
     optimizer = torchft.Optimizer(manager, parts["optimizer"])
     meeting.wait()
     while manager.current_step() < steps:
-        optimizer.zero_grad()  # forms a quorum; a replica that joins gets the state here
+        optimizer.zero_grad()  # forms a quorum; a replica that joins receives the state here
         step, replicas = manager.current_step(), manager.num_participants()
         events.pop(step, lambda: None)()
         epoch, batch = divmod(step, -(-len(labels) // BATCH_SIZE))
@@ -99,9 +99,9 @@ def train(
         (loss_sum * replicas / len(samples)).backward()
         gradients = [p.grad for p in model.parameters()]
         flat = parameters_to_vector(gradients)
-        manager.allreduce(flat).wait()  # the mean; on an error it also returns
+        manager.allreduce(flat).wait()  # the mean; it also returns after an error
         vector_to_parameters(flat, gradients)
-        optimizer.step()  # after an error it does nothing: the same step comes again
+        optimizer.step()  # does nothing after an error: the step is repeated
         result = "done" if manager.current_step() > step else "failed"
         print(f"replica {number}: step {step} with {replicas} replica(s) {result}", flush=True)
     print(f"replica {number}: parameters {parameter_hash(model)[:12]}", flush=True)
@@ -109,7 +109,7 @@ def train(
 
 
 def main(replicas: int = 2, steps: int = 30, kill_at: int = 10) -> None:
-    """Train; the last replica kills itself in step `kill_at`, and is started again."""
+    """Train; the last replica kills itself in step `kill_at` and is started again."""
     if torchft is None:
         print("error: torchft is not installed; run `pip install torchft`", file=sys.stderr)
         sys.exit(2)
@@ -126,7 +126,7 @@ def main(replicas: int = 2, steps: int = 30, kill_at: int = 10) -> None:
         process.start()
         return process
 
-    # The others wait in a later step for the new replica, because it takes long to start.
+    # The other replicas wait in a later step for the new one, because it takes long to start.
     wait = {kill_at + 5: lambda: (meeting.wait(), meeting.wait())}
     processes = [start(number, dict(wait)) for number in range(last)]
     killed = start(last, {kill_at: lambda: os.kill(os.getpid(), signal.SIGKILL)})

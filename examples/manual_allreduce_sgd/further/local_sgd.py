@@ -1,9 +1,9 @@
-"""Send models every few steps, not gradients in every step: local SGD and DiLoCo.
+"""Send models every few steps instead of gradients in every step: local SGD and DiLoCo.
 
     python -m examples.manual_allreduce_sgd.further.local_sgd --nproc 2 --every 8
 
-Each rank trains alone for H steps, which takes H times fewer bytes. Then the ranks start again from
-one model:
+Each rank trains alone for H steps, so that it sends H times fewer bytes. Then all ranks continue
+from one model:
 
 | method | the new model | source |
 |---|---|---|
@@ -27,12 +27,12 @@ from ..train import average_gradients, partition_dataset
 
 
 class Outer:
-    """Makes one model of those of the ranks. With the default values, it is their mean.
+    """Combines the models of the ranks. With the default values, the result is their mean.
 
     Args:
-        model: trained by this rank alone; the same on all ranks at the start.
+        model: the model that this rank trains; equal on all ranks at the start.
         lr: learning rate of the outer SGD.
-        momentum: of the outer SGD, Nesterov's.
+        momentum: Nesterov momentum of the outer SGD.
     """
 
     def __init__(self, model: nn.Module, lr: float = 1.0, momentum: float = 0.0) -> None:
@@ -42,7 +42,7 @@ class Outer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Let all ranks start again from one model. Every rank calls this."""
+        """Combine the models, and copy the result to each rank. Every rank calls this."""
         change = self.shared - parameters_to_vector(self.model.parameters())
         dist.all_reduce(change)
         self.shared.grad = change / dist.get_world_size()
@@ -53,7 +53,7 @@ class Outer:
 def train(model: nn.Module, outer: Outer | None, every: int, epochs: int) -> float:
     """Train on the digits; return the accuracy on the test set. Every rank calls this.
 
-    `outer` makes one model after every `every` steps; if it is None, the gradients are averaged.
+    `outer` combines the models after every `every` steps; if it is None, gradients are averaged.
     """
     data = image_data("digits", Path())
     (images, labels), (test_images, test_labels) = data.train.tensors, data.test.tensors
