@@ -1,0 +1,116 @@
+"""The same training after random kills: loss curves, parameter hashes, seconds.
+
+    python -m benchmarks.recovery
+
+A training of 2 ranks is disturbed again and again at random moments: a rank is killed, all of its
+processes are killed, or it receives SIGTERM. Then it is started again with `--resume auto`. Losses
+and parameters must have the same bits as without a disturbance. With one rank they are equal up to
+rounding.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.harness import Claim, Measurement, Result, Table
+
+RANKS = 2
+WORDS = ("--device", "cpu", "--precision", "fp32", "--checkpoint-every", 5)
+LONGEST = 2.0  # seconds from the first line of a run to its disturbance
+DIFFERENCE = 1e-3
+
+
+def command(out: Path, ranks: int, epochs: int) -> list[str]:
+    """Return the command of a training."""
+    words = ("-m", "examples.mnist_ddp_spawn", "--nproc", ranks, "--epochs", epochs, "--out", out)
+    return [sys.executable, *map(str, (*words, *WORDS))]
+
+
+def outcome(out: Path) -> tuple[str, list[float]]:
+    """Return parameter hash and losses of a finished training."""
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss/train"] for line in lines if "loss/train" in line]
+    return json.loads((out / "result.json").read_text())["parameter_hash"], losses
+
+
+def disturb(process: subprocess.Popen[str], out: Path, choice: random.Random) -> str:
+    """Kill a rank or all processes of a run, or send SIGTERM; return which."""
+    kind = choice.choice(("SIGKILL of a rank", "SIGKILL of all processes", "SIGTERM"))
+    if kind == "SIGTERM":
+        process.terminate()
+    elif kind == "SIGKILL of all processes":
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        with suppress(ProcessLookupError):
+            ranks = [int(line.split()[-1]) for line in (out / "lock").read_text().splitlines()]
+            own = [rank for rank in ranks if os.getsid(rank) == process.pid]  # not of a run before
+            os.kill(choice.choice(own or [process.pid]), signal.SIGKILL)
+    return kind
+
+
+def disturbed(out: Path, epochs: int, kills: int, choice: random.Random) -> Counter[str]:
+    """Train to the end with disturbances; return how many there were of each kind."""
+    kinds = Counter[str]()
+    while not (out / "result.json").exists():
+        with subprocess.Popen(
+            [*command(out, RANKS, epochs), "--resume", "auto"],
+            cwd=harness.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if "rank(s) on" in line and kinds.total() < kills:
+                    time.sleep(choice.uniform(0, LONGEST))
+                    kinds[disturb(process, out, choice)] += 1
+            # The output is closed: no process of this run is left.
+    return kinds
+
+
+def measure(args: Measurement) -> Result:
+    """Train undisturbed with 1 and 2 ranks, then several times with disturbances."""
+    epochs, kills, rounds = (10, 2, 1) if args.quick else (60, 8, args.rounds)
+    kinds, seconds, equal = Counter[str](), dict[str, list[float]](), 0
+    with tempfile.TemporaryDirectory() as temporary:
+        plain = dict[str, tuple[str, list[float]]]()
+        for ranks in (1, RANKS):
+            out, began = Path(temporary, f"{ranks}"), time.perf_counter()
+            harness.run(command(out, ranks, epochs))
+            name = f"{ranks} rank{'s' * (ranks > 1)}"
+            plain[name], seconds[name] = outcome(out), [time.perf_counter() - began]
+        one, two = plain.values()
+        disturbed_name = f"{RANKS} ranks, disturbed {kills} times"
+        seconds[disturbed_name], curves = [], {n: losses for n, (_, losses) in plain.items()}
+        for number in range(rounds):
+            out, began = Path(temporary, f"disturbed-{number}"), time.perf_counter()
+            kinds += disturbed(out, epochs, kills, random.Random(number))  # noqa: S311
+            seconds[disturbed_name].append(time.perf_counter() - began)
+            equal += outcome(out) == two
+            curves[disturbed_name] = outcome(out)[1]
+            print(f"training {number + 1}: {dict(kinds)}, {equal} with the same bits", flush=True)
+    differences = [abs(a - b) for a, b in zip(one[1], two[1], strict=True)]
+    claims = [
+        Claim(
+            "disturbed trainings with the same losses and parameters", equal, rounds, f"of {rounds}"
+        ),
+        Claim(
+            "loss with 1 and 2 ranks, largest difference", max(differences), DIFFERENCE, "", True
+        ),
+    ]
+    inputs = {"data": "digits", "steps": len(two[1]), "disturbances": dict(kinds)}
+    return Result(inputs, {"Seconds of a training": Table("s", seconds)}, claims, curves)
+
+
+if __name__ == "__main__":
+    harness.main("recovery", measure)
