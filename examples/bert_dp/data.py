@@ -36,8 +36,11 @@ class Reviews(Dataset[tuple[str, int]]):
     def __init__(self, path: Path) -> None:
         cells = read_cells(path)
         names, needed = cells.iloc[0].tolist(), ["label", "review"]
-        if not set(needed) <= set(names):
-            raise UserError(f"{path} has the columns {', '.join(names)}; rename two: label, review")
+        if any(names.count(name) != 1 for name in needed):
+            raise UserError(
+                f"{path} has the columns {', '.join(names)}; it needs one label and one review, "
+                f"separated by commas"
+            )
         table = cells.iloc[1:, [names.index(name) for name in needed]].set_axis(needed, axis=1)
         table = table.apply(lambda column: column.str.strip())
         complete = table[(table != "").all(axis=1)]
@@ -81,16 +84,19 @@ def read_cells(path: Path) -> pandas.DataFrame:
         if "\0" in text:
             line = text.count("\n", 0, text.index("\0")) + 1
             raise UserError(f"{path} has a NUL byte in line {line}; delete it: tr -d '\\000'")
-        table = text.partition("\n")[0].count(",") > 0
+        columns = len(pandas.read_csv(io.StringIO(text), nrows=0).columns)
         return pandas.read_csv(
-            io.StringIO(text), header=None, dtype=str, na_filter=False, skip_blank_lines=table
+            io.StringIO(text),
+            header=None,
+            dtype=str,
+            na_filter=False,
+            skip_blank_lines=columns > 1,
         )
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        encoding = "UTF-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "GB18030"
         raise UserError(
             f"{path} is not UTF-8 in line {line}; save it as CSV UTF-8, or convert it: "
-            f"iconv -f {encoding} -t UTF-8"
+            f"iconv -t UTF-8 -f ENCODING, which is GB18030, BIG5 or UTF-16, for example"
         ) from None
     except ValueError as error:
         reason = str(error).strip().split("C error: ")[-1]

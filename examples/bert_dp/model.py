@@ -52,7 +52,7 @@ def pretrained(
         if kind != "bert":  # folders of 2018 and 2019 do not name it
             raise UserError(f"--model {folder} contains a {kind}; use a BERT")
         config = BertConfig.from_pretrained(folder, **(LABELS if new_head else {}))
-        tokenizer = BertTokenizer.from_pretrained(folder)
+        tokenizer = allow_long_words(BertTokenizer.from_pretrained(folder))
         found: Any = BertForSequenceClassification.from_pretrained(
             folder,
             config=config,
@@ -83,6 +83,15 @@ def pretrained(
     return model, tokenizer
 
 
+def allow_long_words(tokenizer: BertTokenizer) -> BertTokenizer:
+    """Split words of any length; the default is [UNK] for more than 100 characters.
+
+    A sentence in Thai is one word. Files of the tokenizer do not keep this setting.
+    """
+    tokenizer.backend_tokenizer.model.max_input_chars_per_word = 1_000_000
+    return tokenizer
+
+
 def small(
     texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
@@ -101,6 +110,7 @@ def small(
     tokens = SPECIAL_TOKENS + sorted(characters) + [f"##{c}" for c in sorted(inside)]
     numbers = {token: number for number, token in enumerate(tokens)}
     tokenizer = BertTokenizer(numbers, strip_accents=False, model_max_length=max_length)
+    allow_long_words(tokenizer)
     config = BertConfig(
         vocab_size=len(tokens),
         hidden_size=128,

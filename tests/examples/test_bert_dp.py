@@ -58,7 +58,9 @@ def test_reviews_keep_their_rows_when_others_are_left_out(tmp_path: Path) -> Non
     ("content", "words"),
     [
         ("", "No columns"),
-        (TABLE.replace("label", "stars"), "columns stars, review; rename two: label, review"),
+        (TABLE.replace("label", "stars"), "columns stars, review; it needs one label"),
+        (TABLE.replace("label,review", "label,review,label"), "it needs one label and one review"),
+        (TABLE.replace(",", ";"), "columns label;review; .* separated by commas"),
         (TABLE + "2,还行\n", "row 13: label '2'"),
         (TABLE + "差评,还行\n", "row 13: label '差评'"),
         (TABLE + "1,很好,真的\n", "Expected 2 fields in line 14, saw 3"),
@@ -66,6 +68,7 @@ def test_reviews_keep_their_rows_when_others_are_left_out(tmp_path: Path) -> Non
         (TABLE + "1,好\0\n", "NUL byte in line 14; delete it"),
         (TABLE.encode("gbk"), "not UTF-8 in line 2.*GB18030"),
         (TABLE.encode("utf-16"), "not UTF-8 in line 1.*UTF-16"),
+        (TABLE.encode("utf-16-le"), "not UTF-8 in line 2.*ENCODING.*UTF-16"),
         (TABLE.replace("0,", "1,"), "both labels"),
         ("label,review\n1,好\n0,坏\n", "needs 10"),
         ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
@@ -106,6 +109,16 @@ def test_the_vocabulary_can_write_its_own_texts(tmp_path: Path, text: str) -> No
         kept = [c for c in text.lower() if not c.isspace() and c != "\u200d"]
         assert "".join(each.convert_ids_to_tokens(ids)[1:-1]).replace("##", "") == "".join(kept)
         assert each("👍")["input_ids"] != each("👎")["input_ids"] or "👍" not in text
+
+
+def test_a_word_may_be_a_whole_sentence(tmp_path: Path) -> None:
+    """WordPiece would replace a word of more than 100 characters by [UNK]."""
+    bert, tokenizer = small([text := "ห้องดีมาก" * 14], 64)
+    bert.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, pretrained(tmp_path, 64, new_head=False)[1]):
+        ids = each(text)["input_ids"]
+        assert "".join(each.convert_ids_to_tokens(ids)[1:-1]).replace("##", "") == text
 
 
 @pytest.fixture
@@ -317,6 +330,7 @@ def test_dropout_differs_between_ranks_and_is_resumed(bert: Path, tmp_path: Path
         ",review,review,\n001,NA,3,\n1e5, 好 ,,x\n",
         '\ufeffid,review,c\r\n1,"他说""好"",\r\n真的"\r\n\r\n2,坏,x\r\n',
         "review,id\n",
+        '"id\nx",review\n1,好\n\n2,坏\n',
     ],
 )
 @pytest.mark.filterwarnings("default")  # of transformers
