@@ -45,6 +45,11 @@ class Measurement:
     peer: Path | None = None
     """Checkout of https://github.com/pytorch/examples; without it, no peer is measured."""
 
+    @property
+    def suffix(self) -> str:
+        """Appended to the name of the result."""
+        return ""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -115,7 +120,9 @@ def main(
         claims = [{**asdict(claim), "holds": claim.holds} for claim in result.claims]
         saved = {**about, "inputs": result.inputs, "tables": tables, "claims": claims}
         saved |= {"curves": result.curves} if result.curves else {}
-        (RESULTS / f"{name}.json").write_text(json.dumps(saved, indent=1, default=str) + "\n")
+        (RESULTS / f"{name}{args.suffix}.json").write_text(
+            json.dumps(saved, indent=1, default=str) + "\n"
+        )
 
 
 def facts() -> dict[str, Any]:
