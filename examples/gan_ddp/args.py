@@ -23,7 +23,5 @@ class Args(RunArgs):
     """GLOBAL number of real images per step, and of generated ones, divided by the ranks."""
     lr: float = 1e-3
     """Learning rate of both networks."""
-    latent: int = 32
-    """Length of the noise vector from which an image is generated."""
     out: Path = Path("runs/gan_ddp")
     """Folder for checkpoints, samples, metrics and the result."""

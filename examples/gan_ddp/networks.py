@@ -1,4 +1,4 @@
-"""A small generator and a small discriminator. They do not know about ranks.
+"""A small generator and a small discriminator, which do not know about ranks.
 
 GroupNorm normalizes each image by itself, so the result does not depend on how a batch is split
 over ranks, or on whether real and generated images are in one batch.
@@ -8,9 +8,11 @@ from torch import nn
 
 from common.launch import UserError
 
+LATENT = 32  # length of the noise vector from which an image is generated
 
-def make_generator(size: int, latent: int) -> nn.Module:
-    """Return a network from noise [N, latent] to images [N, 1, size, size], from -1 to 1.
+
+def make_generator(size: int) -> nn.Module:
+    """Return a network from noise [N, LATENT] to images [N, 1, size, size], from -1 to 1.
 
     Raises:
         UserError: the size is not a multiple of 4.
@@ -19,7 +21,7 @@ def make_generator(size: int, latent: int) -> nn.Module:
         raise UserError(f"the images are {size}x{size} pixels; the size must be a multiple of 4")
     side = size // 4
     return nn.Sequential(
-        nn.Linear(latent, 64 * side * side),
+        nn.Linear(LATENT, 64 * side * side),
         nn.Unflatten(1, (64, side, side)),
         nn.GroupNorm(1, 64),
         nn.GELU(),

@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.utils import save_image
 
+from .networks import LATENT
+
 
 @torch.no_grad()
-def generate(generator: nn.Module, count: int, latent: int, seed: int) -> Tensor:
-    """Return images [count, 1, S, S] on the CPU, from the same noise in each epoch and rank."""
-    noise = torch.randn(count, latent, generator=torch.Generator().manual_seed(seed))
+def generate(generator: nn.Module, count: int, seed: int) -> Tensor:
+    """Return images [count, 1, S, S] on the CPU; the noise is the same in all epochs and ranks."""
+    noise = torch.randn(count, LATENT, generator=torch.Generator().manual_seed(seed))
     return generator(noise.to(next(generator.parameters()).device)).float().cpu()
 
 
@@ -23,9 +25,10 @@ def save_samples(images: Tensor, path: Path) -> None:
 
 
 def frechet_distance(x: Tensor, y: Tensor) -> float:
-    """Return the distance of two sets of images [N, 1, S, S], seen as Gaussians of their pixels.
+    """Return the distance between two sets of images [N, 1, S, S].
 
-    This is the formula of the FID (https://arxiv.org/abs/1706.08500), without a network's features.
+    This is the formula of the FID (https://arxiv.org/abs/1706.08500), with Gaussians fitted to the
+    pixels instead of a network's features.
     """
     x, y = x.flatten(1).double(), y.flatten(1).double()
     gap, first, second = x.mean(0) - y.mean(0), x.T.cov(), y.T.cov()

@@ -3,7 +3,7 @@
     python -m examples.gan_ddp                                 # a world of one
     python -m examples.gan_ddp --nproc 2                       # two processes
     torchrun --nproc-per-node 2 -m examples.gan_ddp            # started by torchrun
-    python -m examples.gan_ddp.further.break_the_rule          # the ways to do it wrong
+    python -m examples.gan_ddp.further.break_the_rule          # the wrong ways
 
 DDP prepares the averaging of gradients in a forward and completes it in the next backward. So the
 discriminator gets real and generated images in one batch, and the generator's loss goes through the
@@ -25,7 +25,7 @@ from common.rank import init_distributed, local_batch_size, record
 from common.run import Run
 
 from .args import Args
-from .networks import make_discriminator, make_generator
+from .networks import LATENT, make_discriminator, make_generator
 from .samples import frechet_distance, generate, save_samples
 
 
@@ -55,7 +55,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         pin_memory=cuda,
     )
     networks = nn.ModuleDict()
-    networks["generator"] = make_generator(data.size, args.latent).to(device)
+    networks["generator"] = make_generator(data.size).to(device)
     networks["discriminator"] = make_discriminator(data.size).to(device)
     generator, discriminator = (
         DDP(network, device_ids=[device] if cuda else None) for network in networks.values()
@@ -67,15 +67,16 @@ def main_worker(local_rank: int, args: Args) -> None:
     run = Run(
         args, device, str(data), model=networks, optimizer_g=optimizer_g, optimizer_d=optimizer_d
     )
-    warm_up_buckets(generator)  # a resumed run then adds gradients in the same order
+    warm_up_buckets(generator)  # a resumed run on 3 or more ranks then has the same bits
     warm_up_buckets(discriminator)
 
     for epoch in run.epochs(args.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order
         for (real,) in run.steps(loader):  # [B / W, 1, S, S]
-            # The same noise for the global batch in every world size. Pinned memory: no host wait.
+            # With any number of ranks, the noise of the global batch is the same. It is drawn into
+            # pinned memory, so that the host does not wait for the copy.
             seeded = torch.Generator().manual_seed(args.seed * 1_000_003 + run.step)
-            noise = torch.randn(args.batch_size, args.latent, generator=seeded, pin_memory=cuda)
+            noise = torch.randn(args.batch_size, LATENT, generator=seeded, pin_memory=cuda)
             noise = noise.split(local_batch)[rank].to(device, non_blocking=True)
             real = real.to(device, non_blocking=True)
 
@@ -89,7 +90,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             loss.backward()  # the discriminator's one backward: DDP averages its gradients
             optimizer_d.step()
 
-            # Unwrapped and frozen: DDP would compute and send gradients that nobody uses.
+            # Unwrapped and frozen: DDP would send gradients of the discriminator that are unused.
             critic = discriminator.module.requires_grad_(False)
             with run.autocast:
                 fooled = F.softplus(-critic(fake).float()).mean()
@@ -98,7 +99,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             fooled.backward()  # the generator's one backward
             optimizer_g.step()
             run.log(loss)
-        samples = generate(generator.module, 1000, args.latent, args.seed)
+        samples = generate(generator.module, 1000, args.seed)
         if rank == 0:
             save_samples(samples[:100], args.out / f"samples/epoch-{epoch + 1:03}.png")
         distance = frechet_distance(samples, test)

@@ -57,7 +57,7 @@ def watch(out: str) -> tuple[list[list[int]], list[int]]:
         return outputs
 
     DDP.forward = watched
-    args = Args(out=Path(out), epochs=1, batch_size=360, latent=5, device="cpu", precision="fp32")
+    args = Args(out=Path(out), epochs=1, batch_size=360, device="cpu", precision="fp32")
     train.main_worker(0, args)
     return shapes, backwards
 
@@ -65,7 +65,7 @@ def watch(out: str) -> tuple[list[list[int]], list[int]]:
 def test_one_forward_and_one_backward_per_network_and_step(tmp_path: Path) -> None:
     """The discriminator gets real and generated images in one batch."""
     shapes, backwards = ranks.call(watch, str(tmp_path / "out"), folder=tmp_path / "log")
-    assert shapes == [[360, 5], [720, 1, 8, 8]] * 3
+    assert shapes == [[360, 32], [720, 1, 8, 8]] * 3
     assert backwards == [2, 2, 4, 4, 6, 6]
 
 
@@ -109,7 +109,7 @@ def test_training_leaves_samples_and_the_best_networks(tmp_path: Path) -> None:
         assert picture.size == (size, size)
         assert picture.convert("L").getextrema()[1] == 255
     best = load_file(run.out / "best.safetensors")
-    generator, discriminator = make_generator(8, 32), make_discriminator(8)
+    generator, discriminator = make_generator(8), make_discriminator(8)
     for name, network in (("generator", generator), ("discriminator", discriminator)):
         state = {key.partition(".")[2]: best[key] for key in best if key.startswith(name)}
         network.load_state_dict(state)
@@ -120,7 +120,7 @@ def test_training_leaves_samples_and_the_best_networks(tmp_path: Path) -> None:
 
 
 def test_size_of_images() -> None:
-    assert make_generator(28, 3)(torch.randn(2, 3)).shape == (2, 1, 28, 28)
+    assert make_generator(28)(torch.randn(2, 32)).shape == (2, 1, 28, 28)
     assert make_discriminator(28)(torch.randn(2, 1, 28, 28)).shape == (2,)
     with pytest.raises(UserError, match="multiple of 4"):
-        make_generator(30, 3)
+        make_generator(30)

@@ -1,11 +1,11 @@
-"""Break the rule of gan_ddp in every way, and see what DDP does on two processes.
+"""Break the rule of gan_ddp in several ways, and compare the results of DDP with two processes.
 
     python -m examples.gan_ddp.further.break_the_rule
 
 The rule: a network in DDP does one forward and one backward per step. For each way to train the
-discriminator, this program compares its gradients with the true ones (the mean over the ranks of
-the gradients that the unwrapped network computes), compares the ranks, and counts the bytes that
-DDP sends. With one process all ways give the same gradients, so a mistake is found late.
+discriminator, this program compares its gradients with the true gradients: the mean over the ranks
+of those of the unwrapped network. It also compares the ranks and counts the bytes that DDP sends.
+With one process, all ways have the same gradients, so a mistake is found late.
 """
 
 import copy
@@ -87,7 +87,7 @@ def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
         return allreduce_hook(group, bucket)  # what DDP does without a hook
 
     ddp.register_comm_hook(None, count)
-    torch.manual_seed(1 + dist.get_rank())  # each rank has images of its own
+    torch.manual_seed(1 + dist.get_rank())  # ranks have different images
     real, fake = torch.rand(2, 12, 1, 8, 8)
     way(plain, real, fake)
     try:
@@ -107,7 +107,7 @@ def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
 
 
 def main_worker(rank: int, rendezvous: str) -> None:
-    """Try all ways, without buffers and with those of BatchNorm; rank 0 prints."""
+    """Try all ways, without buffers and with those of BatchNorm."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
     for norm in (nn.GroupNorm(1, 64), nn.BatchNorm2d(64)):
@@ -123,5 +123,5 @@ def main_worker(rank: int, rendezvous: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/rendezvous"
-        # Forked processes need not import torch again; they could not use CUDA.
+        # Forked processes do not import torch again. They cannot use CUDA.
         mp.start_processes(main_worker, (file,), nprocs=2, start_method="fork")
