@@ -1,4 +1,4 @@
-"""The flags of your_model, beside those that all examples share. No torch here."""
+"""The flags of your_model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,5 @@ class Args(RunArgs):
     """GLOBAL batch size in samples, divided by the number of ranks."""
     lr: float = 0.01
     """Highest learning rate of the one-cycle schedule."""
-    weight_decay: Annotated[float, arg(aliases=["--wd"])] = 0.01
-    """Weight decay of AdamW."""
     out: Path = Path("runs/your_model")
     """Folder for checkpoints, metrics and the result."""

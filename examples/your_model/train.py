@@ -76,7 +76,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         find_unused_parameters=False,  # True if some steps do not use all parameters
         gradient_as_bucket_view=True,  # saves a copy of the gradients
     )
-    optimizer = AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
+    optimizer = AdamW(model.parameters(), args.lr)
     scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
     run = Run(  # bookkeeping: it resumes here, and never calls the model, the loss or the optimizer
         args,

@@ -1,16 +1,15 @@
-"""your_model.further.fsdp: train a model that does not fit into one device, sharded with FSDP2.
+"""your_model.further.fsdp: shard a model that does not fit into one device, with FSDP2.
 
     torchrun --standalone --nproc-per-node 2 -m examples.your_model.further.fsdp
     torchrun --standalone --nproc-per-node 1 -m examples.your_model.further.fsdp   # same losses
 
-Plain torch: this file imports nothing from this repository. Each of W ranks keeps 1/W of every
+This is plain torch and imports nothing from this repository. Each of W ranks keeps 1/W of every
 parameter, gradient and optimizer state; the full parameters exist for one layer at a time. A run
-continues from the newest checkpoint of its folder, with any number of ranks.
+continues from the newest checkpoint in --out, with any number of ranks.
 """
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -60,30 +59,8 @@ def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int)
     return {"model": weights, "optimizer": moments, "step": torch.tensor(step)}
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that rank 0 sees, so that all ranks load the same one.
-
-    Every rank calls this.
-    """
-    newest = [max(folder.glob("step-*"), default=None)]
-    dist.broadcast_object_list(newest, 0)
-    return newest[0]
-
-
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write a checkpoint and delete older ones. Every rank calls this and writes its own shards."""
-    partial, complete = folder / "partial", folder / f"step-{step:08}"
-    dcp.save(sharded_state(model, optimizer, step), checkpoint_id=partial)
-    if dist.get_rank() == 0:  # all ranks have written
-        older = list(folder.glob("step-*"))
-        partial.rename(complete)  # atomic: a kill leaves the older checkpoint or both
-        for each in older:
-            shutil.rmtree(each)
-    dist.barrier()
-
-
 def main(steps: int, folder: Path) -> None:
-    """Train for some steps from the newest checkpoint, and write another one."""
+    """Train for some steps from the newest checkpoint, and write a new one."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
@@ -93,7 +70,7 @@ def main(steps: int, folder: Path) -> None:
     mesh = init_device_mesh(device.type, (world_size,))  # also calls torch.cuda.set_device
     torch.manual_seed(0)  # FSDP broadcasts nothing: equal seeds make equal parameters
 
-    # Each block is sharded as soon as it is built: no process ever holds the whole model.
+    # Each block is sharded as soon as it is built, so that no process stores the whole model.
     blocks = nn.ModuleList()
     for _ in range(LAYERS):
         block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0, batch_first=True)
@@ -104,9 +81,10 @@ def main(steps: int, folder: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # created after sharding
 
     first_step = 0
-    if newest := newest_checkpoint(folder):  # written by any number of ranks
+    # dcp.save writes .metadata last: a checkpoint without it is incomplete.
+    if newest := max(folder.glob("step-*/.metadata"), default=None):
         saved = sharded_state(model, optimizer, step=0)  # dcp.load copies into these tensors
-        dcp.load(saved, checkpoint_id=newest)
+        dcp.load(saved, checkpoint_id=newest.parent)
         set_state_dict(
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
@@ -121,17 +99,20 @@ def main(steps: int, folder: Path) -> None:
         dist.all_reduce(mean_loss)
         if rank == 0:
             print(f"step {step + 1}, loss {mean_loss.item():.6f}", flush=True)
-    save(folder, model, optimizer, first_step + steps)
+    last_step = first_step + steps
+    dcp.save(  # each rank writes its own shards
+        sharded_state(model, optimizer, last_step), checkpoint_id=folder / f"step-{last_step:08}"
+    )
 
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all of them
     total, local = sum(x.numel() for x in sharded), sum(x.to_local().numel() for x in sharded)
-    print(f"rank {rank} holds {local:,} of {total:,} parameters", flush=True)
+    print(f"rank {rank} has {local:,} of {total:,} parameters", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps to do")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of this run")
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp"), help="checkpoint folder")
     args = parser.parse_args()
     main(args.steps, args.out)

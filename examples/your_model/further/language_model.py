@@ -85,7 +85,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     local_batch = local_batch_size(args.batch_size, world_size)
     loader = DataLoader(train_set, local_batch, sampler=sampler, drop_last=True, pin_memory=cuda)
     model = DDP(GPT(vocab_size).to(device), device_ids=[device] if cuda else None)
-    optimizer = AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
+    optimizer = AdamW(model.parameters(), args.lr)
     scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
     run = Run(args, device, "small GPT", model=model, optimizer=optimizer, scheduler=scheduler)
     warm_up_buckets(model)
