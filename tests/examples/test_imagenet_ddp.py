@@ -255,7 +255,6 @@ def test_newest_pretrained_weights() -> None:
         ("-b 13", "--batch-size 13 is not divisible by 2 ranks"),
         ("-b 68", "--batch-size 68 exceeds the training set"),
         ("-a resnet19", "torchvision has no model resnet19; try resnet"),
-        ("-a alexnet", "alexnet does not accept images of 32 pixels"),
         ("--sync-bn", "--sync-bn needs CUDA"),
         ("--start-epoch 2", "--start-epoch 2 is not below --epochs 2"),
         ("-e", "--evaluate needs weights"),
