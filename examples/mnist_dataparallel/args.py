@@ -14,7 +14,7 @@ class Args(RunArgs):
     """Classify digits with nn.DataParallel: one process trains on several devices."""
 
     device_ids: Annotated[tuple[int, ...], arg(metavar="N ...")] = ()
-    """CUDA devices; the first holds the model. Default: all of them. On a CPU, one replica and one
+    """CUDA devices; the model is on the first one. Default: all. On a CPU, there is one replica and
     thread per number; default: 0 1."""
     explain: bool = False
     """Run the eight steps by hand, and print what they do in the third iteration."""

@@ -1,4 +1,4 @@
-"""`nn.DataParallel` by hand: the eight steps of one iteration, on CPUs as well.
+"""`nn.DataParallel` by hand: the eight steps of one iteration, also on CPUs.
 
     1 copy       the batch goes to the first device
     2 scatter    chunk 0         chunk 1         ...    one chunk per device
@@ -9,9 +9,9 @@
     7 reduce     sum        <--  <--  <--        ...    of the gradients of all parameters
     8 update     optimizer.step() changes the model on the first device
 
-Steps 1 to 5 are `EightSteps.forward`, steps 6 and 7 `EightSteps._backward`, which
-`loss.backward()` calls. In torch, steps 2, 3 and 5 are operations that autograd can reverse, so
-that nobody calls steps 6 and 7. Autograd has one thread per CUDA device but none for CPU replicas.
+Steps 1 to 5 are `EightSteps.forward`. Steps 6 and 7 are `EightSteps._backward`, which
+`loss.backward()` calls. In torch, autograd derives steps 6 and 7 from steps 2, 3 and 5. It has one
+thread per CUDA device but only one for all CPU replicas, so `EightSteps` uses its own threads.
 """
 
 import copy
@@ -28,15 +28,15 @@ EXPLAINED = 3  # the iteration to print; the first two also start threads and ch
 
 
 class EightSteps(nn.Module):
-    """Split each batch over the devices. A device may occur several times; the CPU is one.
+    """Splits each batch over the devices. A device, such as the CPU, may occur several times.
 
     Args:
         module: returns one tensor. All parameters and buffers are on the first device.
-        devices: one per replica. With fewer than two, the module is called as it is.
+        devices: one per replica. With fewer than two, the module is called unchanged.
         log: prints a line about each step of the third iteration.
 
     Raises:
-        RuntimeError: a parameter or buffer is on another device than the first.
+        RuntimeError: a parameter or buffer is not on the first device.
     """
 
     def __init__(
@@ -86,18 +86,12 @@ class EightSteps(nn.Module):
     def _backward(
         self, gradient: Tensor, outputs: Sequence[Tensor], replicas: Sequence[nn.Module]
     ) -> None:
-        """Continue `loss.backward()` in the replicas.
-
-        Args:
-            gradient: of the gathered outputs, [N, ...].
-            outputs: of the replicas, [n, ...] each, with their autograd graphs.
-            replicas: get gradients; the first one is the model.
-        """
+        """Continue `loss.backward()` in the replicas, from the gradient [N, ...] of the outputs."""
         chunks = gradient.split([len(output) for output in outputs])
         chunks = [chunk.to(x.device) for chunk, x in zip(chunks, outputs, strict=True)]
         if self.devices[0].type == "cpu":
             self._in_threads(torch.autograd.backward, outputs, chunks)
-        else:  # this is autograd's thread of the first device: other threads would wait for it
+        else:  # this is autograd's thread of the first device, for which other threads would wait
             torch.autograd.backward(outputs, chunks)
         self.show("6 loss, scatter its gradient, backward, one thread per device", chunks)
 
@@ -105,7 +99,7 @@ class EightSteps(nn.Module):
         self.show("7 add the gradients on the first device", [flat_state(replicas[0])])
 
     def _in_threads(self, work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        """Call `work` for each replica in a thread of its own; return the results in order."""
+        """Call `work` for each replica in a separate thread; return the results in order."""
         enabled = torch.is_grad_enabled()  # a thread does not inherit it
 
         def on_device(device: torch.device, *own: Any) -> Any:
@@ -131,8 +125,8 @@ class EightSteps(nn.Module):
 def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Split a batch [N, ...] into chunks of ceil(N / devices), one per device.
 
-    The chunks may be unequal (5 samples on 3 devices: 2, 2, 1) or fewer than the devices (on 4
-    devices: 2, 2, 1). An empty batch is one empty chunk.
+    Chunks can be unequal, and there can be fewer chunks than devices: 5 samples on 4 devices are
+    split into 2, 2 and 1. An empty batch is one empty chunk.
     """
     chunks = [chunk for chunk in batch.chunk(len(devices)) if len(chunk)] or [batch]
     return [x.to(device, non_blocking=True) for x, device in zip(chunks, devices, strict=False)]
@@ -141,7 +135,7 @@ def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return the module itself for the first device, and copies for the others.
 
-    Parameters and buffers are copied in each iteration. What a copy changes is lost, so BatchNorm
+    Parameters and buffers are copied in each iteration. Changes of a copy are lost, so BatchNorm
     keeps the statistics of the first chunk only.
     """
     return [module, *(copy.deepcopy(module).to(device) for device in devices[1:])]
@@ -149,7 +143,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 @torch.no_grad()
 def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
-    """Add the gradients of the replicas to those of the first, always in the same order."""
+    """Add the gradients of all replicas to those of the first replica, in order."""
     for parameter, *copies in zip(*(replica.parameters() for replica in replicas), strict=True):
         for gradient in (each.grad for each in copies if each.grad is not None):
             moved = gradient.to(parameter.device)
@@ -157,6 +151,6 @@ def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
 
 
 def flat_state(module: nn.Module) -> Tensor:
-    """Return a tensor that is as long as all parameters and buffers, without memory."""
+    """Return a tensor with as many elements as all parameters and buffers, without copying."""
     state = [*module.parameters(), *module.buffers()]
     return state[0].detach().flatten()[:1].expand(sum(tensor.numel() for tensor in state))

@@ -6,7 +6,7 @@
     CUDA_VISIBLE_DEVICES=0,2 python -m examples.mnist_dataparallel  # the same two
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel
 
-One process drives the devices of a machine; processes on several machines average gradients.
+One process uses all devices of a machine; processes on several machines average gradients.
 """
 
 import os
@@ -38,7 +38,7 @@ class InAutocast(nn.Module):
         self.model, self.autocast = model, autocast
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes], float32, for images [N, 1, S, S]."""
+        """Return float32 logits [N, classes] for images [N, 1, S, S]."""
         with self.autocast:
             return self.model(images).float()
 
@@ -53,7 +53,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     """Train in one process, on all its devices."""
     devices = choose_devices(args, init_distributed(args, local_rank))
     device, cuda, world_size = devices[0], devices[0].type == "cuda", dist.get_world_size()
-    torch.manual_seed(args.seed)  # all processes draw the same parameters; DDP would send them
+    torch.manual_seed(args.seed)  # equal parameters in all processes; DDP would broadcast them
     data = image_data(args.dataset, args.data_dir)
     local_batch = local_batch_size(args.batch_size, world_size)
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
@@ -67,7 +67,6 @@ def main_worker(local_rank: int, args: Args) -> None:
     )
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DigitNet(data.size, data.classes).to(device)
-    # `fused`: one kernel instead of several per parameter.
     optimizer = SGD(model.parameters(), args.lr, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
     scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
     chunks = [len(chunk) for chunk in torch.arange(local_batch).chunk(len(devices))]
@@ -79,7 +78,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     network = InAutocast(model, run.autocast)
     if cuda and not args.explain:
         parallel = nn.DataParallel(network, device_ids=devices)
-    else:  # on a CPU, nn.DataParallel would call the network as it is
+    else:  # without CUDA devices, nn.DataParallel would only call the network
         parallel = EightSteps(network, devices, log=run.print0 if args.explain else None)
 
     for epoch in run.epochs(args.epochs):
@@ -90,7 +89,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             # Exact for unequal chunks. The mean of the chunks' mean losses is not.
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             optimizer.zero_grad()
-            loss.backward()  # in threads; the replicas' gradients are added up in the model
+            loss.backward()  # in threads; adds the gradients of the replicas to those of the model
             if world_size > 1:  # several machines; DDP cannot wrap DataParallel
                 all_reduce_mean(p.grad for p in model.parameters() if p.grad is not None)
             optimizer.step()
@@ -100,7 +99,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             run.log(loss)
         evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
         run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"])
-    # The first device also holds the optimizer, all inputs and outputs, and the evaluation.
+    # The first device also stores the optimizer state, all inputs and outputs, and evaluates.
     memory = [torch.cuda.max_memory_allocated(each) for each in devices if cuda]
     run.finish(model, devices=devices, chunks=chunks, peak_memory=memory)
     dist.destroy_process_group()
@@ -110,6 +109,6 @@ def choose_devices(args: Args, device: torch.device) -> list[torch.device]:
     """Return the devices of this process; the first one holds the model."""
     if device.type == "cpu":
         return [device] * (len(args.device_ids) or 2)
-    alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # else each process has a device of its own
+    alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # otherwise, each process has its own device
     every = range(torch.cuda.device_count()) if alone else [device.index]
     return [torch.device("cuda", index) for index in args.device_ids or every]
