@@ -84,20 +84,21 @@ def load(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; check --resume") from None
-    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is not a checkpoint: {_describe(path, error)}") from None
+    except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile):
+        raise UserError(f"{path} is not a checkpoint: {describe(path)}") from None
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} contains Python objects other than tensors; save model.state_dict() instead"
         ) from None
 
 
-def _describe(path: Path, error: Exception) -> str:
+def describe(path: Path) -> str:
     """Return what a file is that cannot be read, in a few words."""
-    if path.is_dir():
-        return "it is a folder"
-    with path.open("rb") as file:
-        head = file.read(64)
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+    except OSError as error:  # a folder, for example
+        return f"{error.strerror}"
     if not head:
         return "it is empty"
     if head.startswith(b"version https://git-lfs"):
@@ -106,7 +107,7 @@ def _describe(path: Path, error: Exception) -> str:
         return "it is a web page; download the file again"
     if head.startswith(b"\x80"):
         return "it has torch's format before 1.6; save it again with a current torch"
-    return f"it is damaged or has another format ({type(error).__name__})"
+    return "it is damaged or has another format"
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
@@ -151,8 +152,8 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 about = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
         except FileNotFoundError:
             raise UserError(f"{path} does not exist; check --resume") from None
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} contains no weights: {_describe(path, error)}") from None
+        except (OSError, SafetensorError):
+            raise UserError(f"{path} contains no weights: {describe(path)}") from None
         except json.JSONDecodeError:
             about = {}  # metadata of another program
     else:

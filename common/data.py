@@ -5,6 +5,7 @@ import importlib.util
 import os
 import struct
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from common.checkpoint import describe
 from common.launch import UserError
 
 TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # names of the classes there
@@ -36,7 +38,9 @@ class ImageData:
     """Standard deviation of the training pixels. MNIST: 0.3081."""
 
     def __str__(self) -> str:
-        return f"{self.name}, {len(self.train)} training images"
+        about = f"{self.name}, {len(self.train)} training images"
+        absent = absent_classes(self.class_names, self.test.tensors[1].tolist())
+        return f"{about}; {absent}" if absent else about
 
     @property
     def classes(self) -> int:
@@ -63,7 +67,7 @@ def image_data(name: str, folder: Path) -> ImageData:
         folder: root of torchvision's datasets, for mnist and fashion-mnist.
 
     Raises:
-        UserError: a file is missing or damaged, or the download failed.
+        UserError: a file is missing or damaged, there is one class, or the download failed.
     """
     if name == "digits":
         return _digits()
@@ -130,11 +134,12 @@ def _read_idx(root: Path, stem: str) -> Tensor:
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        if data[:3] != b"\0\0\x08":  # bytes
+            raise ValueError
         shape = struct.unpack_from(f">{data[3]}I", data, 4)  # data[3]: the number of dimensions
         return torch.tensor(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape))
     except (gzip.BadGzipFile, EOFError, zlib.error, IndexError, struct.error, ValueError):
-        start = f"{len(data)} bytes that start with {data[:12]!r}"
-        raise UserError(f"{path} is damaged or not an idx file ({start}); replace it") from None
+        raise UserError(f"{path} is not an idx file of bytes: {describe(path)}") from None
 
 
 def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
@@ -145,8 +150,18 @@ def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
         for x, y in splits
     )
     classes = 1 + max(int(labels.max()) for _, labels in splits)  # either may lack the last class
+    if classes < 2:
+        raise UserError(f"{name} has one class only; use images of two or more classes")
     class_names = CLOTHES if name == "fashion-mnist" else [str(label) for label in range(classes)]
     return ImageData(name, train, test, class_names, mean, std)
+
+
+def absent_classes(names: Sequence[str], labels: Iterable[int]) -> str:
+    """Return which classes have no test images, in words; empty if all have some."""
+    present = set(labels)
+    absent = [name for label, name in enumerate(names) if label not in present]
+    words = ", ".join(absent[:5] + ["..."] * (len(absent) > 5))
+    return f"no test images of {len(absent)} class(es): {words}" if absent else ""
 
 
 class DigitNet(nn.Sequential):

@@ -20,11 +20,12 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
+from common.checkpoint import describe
 from common.launch import UserError
 
-# Names of no classes or images: hidden, or created by file servers and archivers.
-HIDDEN = (".", "@eaDir", "@Recycle", "@__thumb", "#recycle", "#snapshot", "$RECYCLE.BIN")
-HIDDEN += ("__MACOSX", "lost+found")
+# Folders that file servers, archivers and Windows create.
+NO_CLASSES = {"@eaDir", "@Recycle", "@Recently-Snapshot", "@__thumb", "#recycle", "#snapshot"}
+NO_CLASSES |= {"$RECYCLE.BIN", "System Volume Information", "__MACOSX", "lost+found"}
 
 
 class ImageFolder(datasets.ImageFolder):
@@ -112,8 +113,7 @@ def decode(path: str | Path) -> Tensor:
                     raise ValueError("more than 8 bits per color; convert it to PNG") from None
                 image = F.pil_to_tensor(opened.convert("RGB"))
     except Exception as error:  # Pillow raises errors of many types for damaged files
-        unknown = isinstance(error, UnidentifiedImageError)
-        reason = "not an image; it may be empty, or a git-lfs pointer" if unknown else error
+        reason = describe(Path(path)) if isinstance(error, UnidentifiedImageError) else error
         raise UserError(f"cannot decode {readable(path)}: {reason}") from None
     image = image[0] if image.dim() == 4 else image  # the first frame of an animation
     return F.to_dtype(image, torch.uint8, scale=True)  # from 16 bits per color
@@ -133,7 +133,9 @@ def _class_folders(root: str | Path) -> dict[str, str]:
     """Return the class folders by name, sorted. macOS writes some names in decomposed Unicode."""
     folders: dict[str, str] = {}
     for entry in list(os.scandir(root)):
-        if entry.is_dir() and not entry.name.startswith(HIDDEN):
+        if entry.is_symlink() and not Path(entry.path).exists():
+            raise UserError(f"{readable(entry.path)} links to what does not exist; correct it")
+        if entry.is_dir() and not _is_hidden(entry.name):
             name = unicodedata.normalize("NFC", readable(entry.name))
             if name in folders:
                 raise UserError(f"{readable(root)} has {name} in two Unicode forms; merge them")
@@ -143,6 +145,10 @@ def _class_folders(root: str | Path) -> dict[str, str]:
     return dict(sorted(folders.items()))
 
 
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name in NO_CLASSES
+
+
 def list_images(folder: str, reached: dict[str, str]) -> list[str]:
     """Return the images below a folder, also through links, but none of them twice.
 
@@ -150,7 +156,7 @@ def list_images(folder: str, reached: dict[str, str]) -> list[str]:
     """
     real_folder, images = _reach(folder, reached), list[str]()
     for entry in sorted(os.scandir(folder), key=lambda entry: (entry.is_dir(), entry.name)):
-        if entry.name.startswith(HIDDEN):
+        if _is_hidden(entry.name):
             continue
         if entry.is_dir():
             images += list_images(entry.path, reached)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms.v2 import functional as F
 
-from common.data import image_data
+from common.data import absent_classes, image_data
 from common.image_folder import ImageFolder, readable
 from common.launch import UserError
 from common.rank import cores, print0
@@ -86,9 +86,10 @@ def image_loaders(
         train = ImageFolder(data / "train", image_size, seed)
         test = ImageFolder(data / "val", image_size, classes=train.classes)
         _check_same_on_all_ranks(data, train.samples + test.samples)
-        if absent := sorted({*train.targets} - {*test.targets}):
-            names = ", ".join([train.classes[n] for n in absent[:5]] + ["..."] * (len(absent) > 5))
-            print0(f"{readable(data)}/val has no images of {len(absent)} class(es): {names}")
+        if len(train.classes) < 2:
+            raise UserError(f"{readable(data)}/train has one class folder only: {train.classes[0]}")
+        if absent := absent_classes(train.classes, test.targets):
+            print0(f"{readable(data)}/val has {absent}")
     loader: Any = functools.partial(
         DataLoader,
         batch_size=batch_size,

@@ -98,6 +98,18 @@ def test_classes_are_counted_in_both_sets(tmp_path: Path, train: int, test: int)
     assert data.class_names == [str(label) for label in range(data.classes)]
 
 
+def test_classes_without_test_images_are_named(tmp_path: Path) -> None:
+    write(tmp_path, np.arange(1, 9), np.array([1, 8]))
+    words = "8 training images; no test images of 7 class(es): 0, 2, 3, 4, 5, ..."
+    assert str(image_data(str(tmp_path), Path("unused"))) == f"{tmp_path}, {words}"
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, np.zeros(5), np.zeros(5))  # its accuracy would be 1
+    with pytest.raises(UserError, match="has one class only"):
+        image_data(str(tmp_path), Path("unused"))
+
+
 def test_mean_and_deviation_are_those_of_the_training_set(tmp_path: Path) -> None:
     train, _, test, _ = write(tmp_path, np.arange(50), np.arange(40))
     data = image_data(str(tmp_path), Path("unused"))
@@ -133,6 +145,8 @@ def test_digits_are_those_of_scikit_learn() -> None:
 IMAGES, LABELS = FILES[:2]
 DAMAGES = {
     "truncated": (IMAGES, lambda data: data[:-1]),
+    "float32": (IMAGES, lambda data: data[:2] + b"\x0d" + data[3:16] + 4 * data[16:]),
+    "int8": (IMAGES, lambda data: data[:2] + b"\x09" + data[3:]),
     "too long": (IMAGES, lambda data: data + b"\0"),
     "header only": (LABELS, lambda data: data[:6]),
     "empty": (LABELS, lambda _: b""),
@@ -152,6 +166,8 @@ def test_damaged_files_are_named(files: Path, kind: str) -> None:
     with pytest.raises(UserError) as error:
         image_data(str(files), Path("unused"))
     assert str(path) in str(error.value)
+    reasons = {"page": "web page", "pointer": "git lfs pull", "empty": "it is empty"}
+    assert reasons.get(kind, "another format") in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -82,7 +82,8 @@ def test_order_is_that_of_torchvision(tmp_path: Path) -> None:
 
 def test_hidden_names_are_no_classes_and_no_images(animals: Path) -> None:
     before = listed(animals / "train")
-    for name in (".ipynb_checkpoints", "@eaDir", "#recycle", "__MACOSX"):
+    hidden = (".ipynb_checkpoints", "@eaDir", "#recycle", "__MACOSX", "System Volume Information")
+    for name in hidden:
         picture(animals / "train" / name / "0.png")
         picture(animals / "train/dog" / name / "0.png")
     picture(animals / "train/cat/._0.png")
@@ -126,6 +127,23 @@ def test_links_to_other_places_are_followed(animals: Path, tmp_path: Path) -> No
     (animals / "train/fox/1.png").symlink_to(store / "fox/0.png")
     (animals / "train/fox/more").symlink_to(store / "more")
     assert listed(animals / "train")[6:] == ["eel/0.png", "fox/1.png", "fox/more/0.png"]
+
+
+def test_names_that_begin_like_hidden_ones_are_data(animals: Path) -> None:
+    names = ["#recycled", "@eaDirs", "$", "__MACOSX2"]
+    for name in names:
+        picture(animals / "train" / name / f"{name}.png")
+    assert ImageFolder(animals / "train", 8).classes == sorted([*names, "cat", "dog"])
+    assert len(listed(animals / "train")) == 10
+
+
+@pytest.mark.parametrize("name", ["train/eel", "val/dog/0.png"])
+def test_link_to_what_is_missing_is_named(animals: Path, name: str) -> None:
+    """Of a disk that is not mounted; torchvision would train without the class."""
+    (animals / name).unlink(missing_ok=True)
+    (animals / name).symlink_to("/no/such/disk")
+    with pytest.raises(UserError, match=name):
+        ImageFolder(animals / Path(name).parts[0], 8)[3]
 
 
 def test_unicode_forms_of_a_name_are_one_class(animals: Path) -> None:
@@ -320,7 +338,8 @@ def batches(
 def test_batches_do_not_depend_on_workers_ranks_or_interruptions(tmp_path: Path) -> None:
     """The epoch reaches persistent workers, which never see `set_epoch`."""
     for number in range(16):
-        noise(tmp_path / ("train" if number < 9 else "val") / "a" / f"{number}.png", number)
+        part, label = "train" if number < 9 else "val", "ab"[number % 2]
+        noise(tmp_path / part / label / f"{number}.png", number)
     whole = batches(tmp_path, 0)
     assert [len(batch) for batch in whole] == [4, 4, 4, 4, 4, 3]
     assert not torch.equal(torch.cat(whole[:2]), torch.cat(whole[2:4]))
@@ -358,7 +377,17 @@ def test_classes_without_test_images_are_named(
 ) -> None:
     shutil.rmtree(animals / "val/cat")
     image_loaders(animals, 2, 8, 0, 0)
-    assert capsys.readouterr().out == f"{animals}/val has no images of 1 class(es): cat\n"
+    assert capsys.readouterr().out == f"{animals}/val has no test images of 1 class(es): cat\n"
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_class_folder_is_refused(animals: Path) -> None:
+    """A folder above the classes, for example; all predictions would be right."""
+    (animals / "nested").mkdir()
+    for part in ("train", "val"):
+        shutil.move(animals / part, animals / "nested" / part / "all")
+    with pytest.raises(UserError, match="train has one class folder only: all"):
+        image_loaders(animals / "nested", 2, 8, 0, 0)
 
 
 def different_files(folder: Path) -> str:
