@@ -109,6 +109,8 @@ def report(evaluation: Evaluation) -> dict[str, float]:
     targets, predictions = evaluation.targets.numpy(), evaluation.predictions.numpy()
     macro = precision_recall_fscore_support(targets, predictions, average="macro", zero_division=0)
     metrics = dict(zip(("precision", "recall", "f1"), map(float, macro[:3]), strict=True))
-    if len(set(targets)) == evaluation.scores.shape[1]:
-        metrics["auc"] = float(roc_auc_score(targets, evaluation.scores.numpy(), multi_class="ovr"))
+    scores = evaluation.scores.numpy()
+    if len(set(targets)) == scores.shape[1]:
+        scores = scores[:, 1] if scores.shape[1] == 2 else scores  # as scikit-learn wants them
+        metrics["auc"] = float(roc_auc_score(targets, scores, multi_class="ovr"))
     return metrics
