@@ -1,6 +1,5 @@
 """Sums by hand are those of torch; each program of the folder does what it says."""
 
-import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -383,22 +382,3 @@ def test_programs_print_their_tables(
     text = (tmp_path / "0.txt").read_text()
     missing = [f for f in facts.split("|") if not re.search(f, text, re.MULTILINE)]
     assert not missing, text
-
-
-def test_without_torchft_one_line_says_how_to_install_it() -> None:
-    if importlib.util.find_spec("torchft"):
-        pytest.skip("torchft is installed")
-    program = programs.run(*programs.PYTHON, f"{PACKAGE}.further.fault_tolerant")
-    assert (program.code, len(program.stderr.splitlines())) == (2, 1)
-    assert "pip install torchft" in program.stderr
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("torchft"), reason="torchft is not installed")
-def test_torchft_repeats_the_step_of_a_killed_replica() -> None:
-    text = cold("further.fault_tolerant")
-    for line in (
-        *("replica 0: step 10 with 2 replica(s) failed", "replica 1 exited with code -9"),
-        *("replica 0: step 10 with 1 replica(s) done", "replica 1: step 29 with 2 replica(s) done"),
-    ):
-        assert line in text
-    assert len(set(re.findall(r"parameters (\w+)", text))) == 1
