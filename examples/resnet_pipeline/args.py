@@ -1,4 +1,4 @@
-"""The flags of resnet_pipeline, beside those that all examples share. No torch here."""
+"""The flags of resnet_pipeline."""
 
 from dataclasses import dataclass
 from pathlib import Path

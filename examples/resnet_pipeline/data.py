@@ -1,13 +1,12 @@
-"""The images of a replica: its first stage reads them, all of its stages need the labels."""
+"""The images of a replica: only its first stage reads them, but all its stages need the labels."""
 
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from common.images import image_loaders
+from common.images import InMemoryImages, image_loaders
 from common.launch import UserError
 from common.rank import local_batch_size
 
@@ -15,12 +14,10 @@ from .args import Args
 
 
 def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
-    """Return loaders of the training and the test images of this replica.
-
-    Every rank calls this. The stages of a replica get the same batches in the same order.
+    """Return loaders of the training and the test images of this replica. Every rank calls this.
 
     Raises:
-        UserError: the batch cannot be split so; see also `image_loaders`.
+        UserError: the batch cannot be divided by the replicas or into micro-batches.
     """
     batch, first = local_batch_size(args.batch_size, mesh.size(0)), mesh.get_local_rank("pp") == 0
     if not 1 <= args.micro_batches <= batch:
@@ -37,27 +34,13 @@ def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
         rank=mesh.get_local_rank("dp"),
         replicas=mesh.size(0),
         pin_memory=mesh.device_type == "cuda",
-        timeout=args.timeout / 2,  # a loader that hangs is reported before the stages that wait
+        timeout=args.timeout / 2,  # a slow loader is reported before the stages that wait for it
     )
     return list(loaders) if first or args.data is None else [without_images(x) for x in loaders]
 
 
-class LabelsOnly(Dataset[Any]):
-    """The labels of an image folder; its files are not read."""
-
-    def __init__(self, folder: Any) -> None:
-        self.targets, self.classes = folder.targets, folder.classes
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: Any) -> tuple[Tensor, int]:
-        """Return a pixel in place of an image, and the label; see `ImageFolder` for the keys."""
-        index = index[1] if isinstance(index, tuple) else index
-        return torch.zeros(3, 1, 1, dtype=torch.uint8), self.targets[index]
-
-
 def without_images(loader: Any) -> Any:
-    """Return a loader of the same labels."""
-    labels = LabelsOnly(loader.dataset)
+    """Return a loader of the same labels in the same order, with a pixel in place of each image."""
+    folder, pixel = loader.dataset, torch.zeros(1, 3, 1, 1, dtype=torch.uint8)
+    labels = InMemoryImages(pixel, torch.tensor(folder.targets), folder.classes)
     return DataLoader(labels, loader.batch_size, sampler=loader.sampler, drop_last=loader.drop_last)

@@ -2,8 +2,8 @@
 
 A model is cut into P stages and a batch into M micro-batches. A stage executes a list of actions:
 F2 is the forward of micro-batch 2, whose activations go to the next stage; B2 is its backward,
-whose gradient goes to the previous stage. Each rank computes its list from (stage, P, M) alone, so
-the ranks need not agree on anything. A column is a unit of time, a dot is idle. P = 3, M = 4:
+whose gradient goes to the previous stage. Each rank computes its list from (stage, P, M), without
+messages. A column is a unit of time, and a dot is idle time. P = 3, M = 4:
 
     GPipe (https://arxiv.org/abs/1811.06965): all forwards, then all backwards
 
@@ -64,13 +64,8 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
 def make_mesh(device_type: str, stages: int, timeout: float) -> DeviceMesh:
     """Arrange the ranks as [dp, pp]: rank d * P + s has stage s of replica d. All ranks call this.
 
-    `init_device_mesh(device_type, (D, P), mesh_dim_names=("dp", "pp"))` does the same, but in its
-    groups a rank waits for another one for up to 30 minutes.
-
-    Args:
-        device_type: cpu or cuda.
-        stages: P; it must divide the number of ranks.
-        timeout: longest wait for another rank, in seconds.
+    `init_device_mesh(device_type, (D, P), mesh_dim_names=("dp", "pp"))` does the same, but a rank
+    waits for others in its groups for up to 30 minutes; here `timeout` seconds.
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, stages)
     groups = [new_group(rows, timeout) for rows in (ranks.T, ranks)]
@@ -108,16 +103,16 @@ class Pipeline(nn.Module):
         self.index, self.stages = mesh.get_local_rank("pp"), mesh.size(1)
         self.first, self.last = self.index == 0, self.index == self.stages - 1
         self.actions = schedule(self.index, self.stages, micro_batches)
-        # Activations and gradients have a group each. Within a group, NCCL executes the messages of
-        # a rank in the order of its calls: if two neighbors both began by sending, one of them an
-        # activation and the other a gradient, they would wait for each other forever.
+        # Activations and gradients have a group each, because NCCL executes the messages of a rank
+        # in a group in the order of its calls. In one group, two neighbors that both send first,
+        # an activation and a gradient, would wait for each other forever.
         self.activations, self.gradients = mesh.get_group("pp"), new_group(mesh.mesh, timeout)
         self.device = next(stage.parameters()).device
-        # gloo cannot send CUDA tensors; without NCCL, messages are copied through host memory.
+        # gloo cannot send CUDA tensors. Without NCCL, messages are copied through host memory.
         nccl = "nccl" in dist.get_backend_config(self.activations)
         self.message_device = self.device if nccl else torch.device("cpu")
-        self.announced = False  # True after the next stage has the shape of this stage's outputs
-        self.announcement: list[Any] = []  # shape and type of the inputs, from the previous stage
+        self.announced = False  # True once the shape of the outputs has been sent
+        self.announcement: list[Any] = []  # shape and type of the inputs, once received
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, from F to B
         self.sending: dict[Action, tuple[dist.Work, Tensor]] = {}
 
@@ -156,33 +151,30 @@ class Pipeline(nn.Module):
             if not self.first:
                 assert x.grad is not None
                 self.send(action, x.grad)
-            # The next stage has the activations, since their gradient is back. Waiting for an
-            # earlier gradient bounds the memory of unsent ones.
+            # The next stage has received the activations, since their gradient is back. Waiting
+            # for an earlier gradient limits the memory of unsent gradients.
             self.finish_sending(Action("F", micro), Action("B", micro - 2))
 
     def compute_forward(self, micro: int, x: Tensor) -> Tensor:
         """Return the activations of a micro-batch, or its part of the loss on the last stage."""
         y = self.stage(x)
         if self.last:
-            # Divided by the size of the batch, not of the micro-batch: then the sum of the parts is
-            # the mean over the batch, even if micro-batches have unequal sizes.
+            # Divided by the size of the batch, not of the micro-batch, so that the parts add up to
+            # the mean over the batch, even if micro-batches have different sizes.
             y = F.cross_entropy(y.float(), self.labels[micro], reduction="sum") / self.samples
             self.loss += y.detach()
         return y
 
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
         """Add the gradients of a micro-batch to those of the parameters and to `x.grad`."""
-        with torch.autocast(self.device.type, enabled=False):  # backward has the types of forward
+        with torch.autocast(self.device.type, enabled=False):  # backward uses the forward's types
             y.backward(gradient)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Compute logits [B, classes] on every stage, for evaluation; nothing is kept for backward.
+        """Return the logits [B, classes] of images [B, 3, H, W] on every stage, for evaluation.
 
-        Every rank of the pipeline calls this.
-
-        Args:
-            images: [B, 3, H, W]; only the first stage reads more than their number.
+        Every rank of the pipeline calls this. Only the first stage reads the images.
         """
         logits = list[Tensor]()
         for micro, part in enumerate(images.tensor_split(min(self.micro_batches, len(images)))):
@@ -197,7 +189,7 @@ class Pipeline(nn.Module):
         return shared[0].to(self.device)
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Begin to send the result of an action; the next action computes meanwhile."""
+        """Begin to send the result of an action, while the next action computes."""
         forward = action.kind == "F"
         group, stage = (self.activations, 1) if forward else (self.gradients, -1)
         stage += self.index
@@ -210,7 +202,7 @@ class Pipeline(nn.Module):
         self.sending[action] = work, message  # keeps the memory until the message is sent
 
     def finish_sending(self, *actions: Action) -> None:
-        """Wait until the results of some actions are sent, and release their memory."""
+        """Wait until the results of these actions are sent, and release their memory."""
         for action in actions:
             if action in self.sending:
                 self.sending.pop(action)[0].wait()
@@ -225,18 +217,18 @@ class Pipeline(nn.Module):
         shape, dtype = self.announcement
         message = torch.empty(samples, *shape, dtype=dtype, device=self.message_device)
         dist.recv(message, group=group, group_src=stage)
-        # A leaf of the graph: backward ends here and leaves the gradient to be sent in `.grad`.
+        # A leaf of the autograd graph: backward ends here and stores the gradient in `.grad`.
         return from_message(message.to(self.device)).requires_grad_(torch.is_grad_enabled())
 
     def receive_gradient(self, y: Tensor) -> Tensor:
-        """Wait for the gradient of activations, which the next stage computes."""
+        """Wait for the gradient of activations from the next stage."""
         message = torch.empty_like(to_message(y.detach()), device=self.message_device)
         dist.recv(message, group=self.gradients, group_src=self.index + 1)
         return from_message(message.to(self.device))
 
 
 def to_message(x: Tensor) -> Tensor:
-    """Return a tensor as contiguous memory; channels_last images are not copied for that."""
+    """Return a contiguous view of channels_last images, or a contiguous copy of other tensors."""
     return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).contiguous()
 
 

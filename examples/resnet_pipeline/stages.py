@@ -8,19 +8,13 @@ from torchvision.models import get_model
 
 from common.launch import UserError
 
-# GroupNorm normalizes each sample by itself. BatchNorm normalizes a micro-batch: the model then
-# depends on the number of micro-batches and replicas, though not on the number of stages.
+# GroupNorm normalizes each sample by itself. BatchNorm normalizes a micro-batch, so that the model
+# depends on the numbers of micro-batches and replicas, but not on the number of stages.
 NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 
 
 def build(arch: str, classes: int, norm: str) -> nn.Module:
-    """Return the un-split model.
-
-    Args:
-        arch: a ResNet of torchvision.
-        classes: number of classes.
-        norm: group or batch.
-    """
+    """Return the un-split model, a ResNet of torchvision."""
     # Residual blocks that begin as identities train faster (https://arxiv.org/abs/1706.02677).
     return get_model(arch, num_classes=classes, norm_layer=NORMS[norm], zero_init_residual=True)
 
@@ -28,15 +22,11 @@ def build(arch: str, classes: int, norm: str) -> nn.Module:
 def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[str]]:
     """Return the names of the modules of each stage, in the order of the forward pass.
 
-    A cut is possible where a single tensor passes: before a residual block and before the head.
-
-    Args:
-        model: the un-split model.
-        stages: number of stages.
-        cuts: first block of each later stage; default: equal numbers of residual blocks.
+    A cut is possible where a single tensor passes: before a residual block and before the head. By
+    default, stages have equal numbers of residual blocks.
 
     Raises:
-        UserError: the model cannot be cut so.
+        UserError: `cuts` are not `stages` - 1 blocks in order, or there are too few blocks.
     """
     row = [["conv1", "bn1", "relu", "maxpool"]]
     for layer in ("layer1", "layer2", "layer3", "layer4"):
@@ -58,12 +48,7 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
 
 
 class Stage(nn.Module):
-    """Consecutive modules of a ResNet; parameters keep their names in the un-split model.
-
-    Args:
-        model: the un-split model.
-        names: of the modules.
-    """
+    """Consecutive modules of the un-split model, in which parameters keep their names."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()
@@ -73,10 +58,10 @@ class Stage(nn.Module):
             if layer and not hasattr(self, layer):
                 self.add_module(layer, nn.Module())
             self.get_submodule(layer).add_module(leaf, model.get_submodule(name))
-        self.to(memory_format=torch.channels_last)  # convolutions are faster, in bf16 by 2
+        self.to(memory_format=torch.channels_last)  # bf16 convolutions are twice as fast
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute activations [B, C, H', W'] or logits [B, classes] from [B, C, H, W]."""
+        """Return activations [B, C', H', W'] or logits [B, classes] for [B, C, H, W]."""
         for name in self.names:
             x = self.get_submodule(name)(x.flatten(1) if name == "fc" else x)
         return x
@@ -85,6 +70,6 @@ class Stage(nn.Module):
 def build_stage(
     arch: str, classes: int, norm: str, stages: int, index: int, cuts: tuple[str, ...] = ()
 ) -> Stage:
-    """Return a stage of the un-split model, which is in memory until then; see `build`, `cut`."""
+    """Build the un-split model and return one of its stages."""
     model = build(arch, classes, norm)
     return Stage(model, cut(model, stages, cuts)[index])

@@ -1,7 +1,7 @@
 """The state of the un-split model and of its optimizer, by parameter name, gathered on rank 0.
 
-Checkpoints therefore do not depend on the cuts: a run of 2 stages continues with 3, or with 1. The
-host of rank 0 needs memory for all of it; `torch.distributed.checkpoint` does without.
+Checkpoints therefore do not depend on the cuts: a run with 2 stages continues with 3 or with 1. The
+whole state must fit into the memory of rank 0; `torch.distributed.checkpoint` does not need that.
 """
 
 from collections.abc import Mapping
@@ -13,12 +13,7 @@ from torch.optim import Optimizer
 
 
 class WholeModel:
-    """The parameters and buffers of all stages.
-
-    Args:
-        stage: of this rank; its names are those of the un-split model.
-        pipe: the ranks of this pipeline.
-    """
+    """The parameters and buffers of all stages of a pipeline; `stage` is that of this rank."""
 
     def __init__(self, stage: nn.Module, pipe: dist.ProcessGroup) -> None:
         self.stage, self.pipe = stage, pipe
@@ -41,20 +36,14 @@ class WholeModel:
 
 
 class WholeOptimizer:
-    """The state of all parameters in an optimizer with one parameter group.
-
-    Args:
-        optimizer: of the parameters of `stage`.
-        stage: of this rank.
-        pipe: the ranks of this pipeline.
-    """
+    """The optimizer state of all stages; `optimizer` has one group, the parameters of `stage`."""
 
     def __init__(self, optimizer: Optimizer, stage: nn.Module, pipe: dist.ProcessGroup) -> None:
         self.optimizer, self.pipe = optimizer, pipe
         self.names = [name for name, _ in stage.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on the first stage, less on later ones. Every rank calls this."""
+        """Return the state on the first stage, only the group elsewhere. Every rank calls this."""
         state, (group,) = self.optimizer.state_dict().values()
         own = {self.names[number]: on_cpu(values) for number, values in state.items()}
         return {"state": gather(own, self.pipe), "group": group | {"params": []}}

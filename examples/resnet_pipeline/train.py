@@ -7,8 +7,8 @@
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline
 
 Read two_devices.py first. pipeline.py has the schedules and the messages, stages.py the cuts. Any
-number of stages trains the same model as the un-split ResNet that accumulates gradients over the
-micro-batches. With --norm group, the numbers of micro-batches and replicas do not matter either.
+number of stages trains the same model as the un-split ResNet that accumulates gradients over
+micro-batches. With --norm group, it does not depend on micro-batches and replicas either.
 """
 
 import torch

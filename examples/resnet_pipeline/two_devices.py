@@ -1,17 +1,15 @@
-"""Put a model on two devices in one process: naively, then as a pipeline of micro-batches.
+"""Split a model over two devices in one process: naively, then as a pipeline of micro-batches.
 
     python -m examples.resnet_pipeline.two_devices
     python -m examples.resnet_pipeline.two_devices --batch-size 120 --split-size 20 --image-size 128
 
 In the naive form, one device waits while the other computes. `PipelineParallelResNet50` splits the
-batch: a CUDA call returns before the device has computed, so a plain loop keeps two GPUs busy. A
-CPU computes within the call. Without two GPUs, nothing overlaps here; pipeline.py runs each half in
-a process of its own, which also pays on CPUs.
+batch. CUDA calls return before the device has computed, so a plain loop keeps two GPUs busy. On
+CPUs, calls return afterward and nothing overlaps; pipeline.py therefore uses a process per stage.
 """
 
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,9 +29,9 @@ class ToyModel(nn.Module):
         self.layer2 = nn.Linear(10, 5).to(devices[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute outputs, which are on the second device."""
+        """Return the outputs, on the second device."""
         x = torch.relu(self.layer1(x.to(self.devices[0])))
-        return self.layer2(x.to(self.devices[1]))  # autograd moves the gradient back
+        return self.layer2(x.to(self.devices[1]))  # autograd copies the gradient back
 
 
 class ModelParallelResNet50(ResNet):
@@ -49,35 +47,26 @@ class ModelParallelResNet50(ResNet):
         self.seq2 = nn.Sequential(self.layer3, self.layer4, *head).to(devices[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute logits [B, 10] from images [B, 3, H, W] on the first device."""
+        """Return logits [B, 10] of images [B, 3, H, W], which are on the first device."""
         return self.seq2(self.seq1(x).to(self.devices[1]))
 
 
 class PipelineParallelResNet50(ModelParallelResNet50):
-    """The same model and the same gradients; both devices compute at the same time."""
+    """The same model with the same gradients; both devices compute at the same time."""
 
     def __init__(self, devices: tuple[str, str], split_size: int = 20) -> None:
         super().__init__(devices)
         self.split_size = split_size  # samples in a micro-batch; the last one may be smaller
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute logits [B, 10] from images [B, 3, H, W] on the first device."""
+        """Return logits [B, 10] of images [B, 3, H, W], which are on the first device."""
         splits = iter(x.split(self.split_size))
         activations, logits = self.seq1(next(splits)).to(self.devices[1]), []
         for split in splits:
             logits.append(self.seq2(activations))  # queued on the second device ...
             activations = self.seq1(split).to(self.devices[1])  # ... while the first computes this
         logits.append(self.seq2(activations))
-        return torch.cat(logits)  # one loss and one backward, as for an un-split batch
-
-
-@dataclass(frozen=True)
-class Args:
-    """Time a training step of ResNet-50 on two devices."""
-
-    batch_size: int = 24  # images
-    split_size: int = 6  # images in a micro-batch
-    image_size: int = 64  # height and width, in pixels
+        return torch.cat(logits)  # for one loss and one backward
 
 
 def seconds(step: Callable[[], object], devices: tuple[str, str]) -> float:
@@ -91,7 +80,7 @@ def seconds(step: Callable[[], object], devices: tuple[str, str]) -> float:
     return min(timeit.repeat(synchronized, number=1, repeat=3))
 
 
-def main(args: Args) -> None:
+def main(batch_size: int = 24, split_size: int = 6, image_size: int = 64) -> None:
     """Run the toy, then time each half alone and both forms of ResNet-50."""
     gpus = torch.cuda.device_count()
     devices = ("cuda:0", f"cuda:{min(gpus, 2) - 1}") if gpus else ("cpu", "cpu")
@@ -101,19 +90,19 @@ def main(args: Args) -> None:
     if devices[0] == devices[1]:
         print(f"both devices are {devices[0]}: here, micro-batches cannot overlap")
 
-    size = (args.batch_size, 3, args.image_size, args.image_size)
-    images, labels = torch.randn(size).to(devices[0]), torch.arange(size[0]).to(devices[1]) % 10
+    images = torch.randn(batch_size, 3, image_size, image_size, device=devices[0])
+    labels = torch.arange(batch_size, device=devices[1]) % 10
     naive = ModelParallelResNet50(devices)
     half = naive.seq1(images).detach().to(devices[1]).requires_grad_()
     busy = (
         seconds(lambda: naive.seq1(images).sum().backward(), devices),
         seconds(lambda: F.cross_entropy(naive.seq2(half), labels).backward(), devices),
     )
-    for model in (naive, PipelineParallelResNet50(devices, args.split_size)):
+    for model in (naive, PipelineParallelResNet50(devices, split_size)):
         step = seconds(lambda m=model: F.cross_entropy(m(images), labels).backward(), devices)
         first, second = (max(0.0, 1 - own / step) for own in busy)
         print(f"{type(model).__name__}: {step:.3f} s per step; idle: {first:.0%} and {second:.0%}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    tyro.cli(main)

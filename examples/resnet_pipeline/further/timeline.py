@@ -1,9 +1,9 @@
-"""Draw which stage computes what, and when: a Gantt chart of GPipe, 1F1B and ZB-H1.
+"""Draw a Gantt chart of the actions of each stage with GPipe, 1F1B and ZB-H1.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.timeline
 
-A bar is an action of a stage, with the number of its micro-batch; white is the bubble. On a GPU the
-host waits after each action here, so that the clock shows when the device has computed it.
+A bar is an action of a stage, with the number of its micro-batch; white is the bubble. On a GPU,
+the host waits for the device after each action, so that the clock shows the device's time.
 """
 
 import os
@@ -23,7 +23,7 @@ from common.rank import init_distributed, print0
 from . import zero_bubble
 from .zero_bubble import FORMS, Pipeline, prepare
 
-KINDS = {  # a color, and in the legend
+KINDS = {  # color and legend
     "F": ("#0072b2", "forward"),
     "B": ("#e69f00", "backward"),
     "I": ("#009e73", "backward: input"),
@@ -49,14 +49,14 @@ class Args(zero_bubble.Args):
 
 
 def record(pipeline: Pipeline, kind: str, method: str, events: list[Event]) -> None:
-    """Let a method of a pipeline note when it computes."""
+    """Replace a method of a pipeline by one that appends its time to `events`."""
     compute = getattr(pipeline, method)
 
     def timed(micro: int, *args: Any) -> Any:
         start = time.time()
         result = compute(micro, *args)
         if pipeline.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # messages wait in other streams
+            torch.cuda.current_stream().synchronize()  # does not wait for messages
         events.append(Event(pipeline.index, kind, micro, start, time.time()))
         return result
 
@@ -114,7 +114,7 @@ def draw(charts: dict[str, list[Event]], path: Path) -> None:
 
 
 def main(args: Args, device: torch.device) -> dict[str, list[Event]]:
-    """Run the schedules one after another and draw them. Every rank calls this."""
+    """Run a step with each schedule, and draw them. Every rank calls this."""
     charts = {name: run(args, device, name) for name in FORMS}
     if dist.get_rank() == 0:
         draw(charts, args.out)

@@ -1,14 +1,14 @@
-"""Run the same stages with torch.distributed.pipelining, the engine for work that is not a lesson.
+"""Run the same stages with torch.distributed.pipelining, the engine for real work.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.torch_pipelining
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.torch_pipelining \
         --schedule zbv
 
-A rank has one stage with gpipe and 1f1b, two with the others. Interleaved schedules give rank p the
-stages p and P + p: the next rank gets its first work sooner. In zbv
-(https://arxiv.org/abs/2401.10241) rank p has the stages p and 2 P - 1 - p: the last stage is on the
-first rank, so that backward starts where forward ends, and W fills the remaining bubble. With torch
-2.11, zbv needs NCCL.
+With gpipe and 1f1b, a rank has one stage, and two stages with the other schedules. In interleaved,
+rank p has the stages p and P + p, so that the next rank can start sooner. In zbv
+(https://arxiv.org/abs/2401.10241) rank p has the stages p and 2 P - 1 - p. The last stage is on the
+first rank, so that backward starts where forward ends, and the gradients of the weights fill the
+remaining bubble. With torch 2.11, zbv needs NCCL.
 """
 
 import os
@@ -32,7 +32,6 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 
@@ -41,10 +40,10 @@ SCHEDULES: dict[str, Any] = {
 class Args:
     """Train a ResNet for a few steps with a schedule of torch."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
     arch: str = "resnet50"
     batch_size: int = 32
-    micro_batches: int = 4  # interleaved schedules need a multiple of the ranks, zbv twice as many
+    micro_batches: int = 4  # interleaved needs a multiple of the ranks, zbv of twice the ranks
     image_size: int = 64
     steps: int = 4
 
@@ -69,8 +68,8 @@ def train(args: Args, device: torch.device) -> list[float]:
         built.append(pipelining.PipelineStage(modules[-1], index, stages, device))
 
     def loss_function(logits: Tensor, labels: Tensor) -> Tensor:
-        # Of the GLOBAL batch. The engine's default, the mean of each micro-batch divided by their
-        # number, is the same for equal sizes only.
+        # The mean over the GLOBAL batch. The engine's default, the mean of each micro-batch divided
+        # by their number, is equal only if all micro-batches have the same size.
         return F.cross_entropy(logits, labels, reduction="sum") / args.batch_size
 
     several = len(indices) > 1
@@ -90,7 +89,7 @@ def train(args: Args, device: torch.device) -> list[float]:
         schedule.step(*inputs, **target)
         optimizer.step()
         optimizer.zero_grad()
-        loss = sum(losses, torch.zeros((), device=device)).detach()  # on other ranks there is none
+        loss = sum(losses, torch.zeros((), device=device)).detach()  # only last stages have losses
         dist.all_reduce(loss)
         history.append(loss.item())
         times.append(time.perf_counter() - start)

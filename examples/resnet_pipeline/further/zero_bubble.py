@@ -1,18 +1,18 @@
-"""Fill the bubble of 1F1B with half of the backward: the schedule ZB-H1, beside GPipe and 1F1B.
+"""Fill the bubble of 1F1B with half of the backward: the schedule ZB-H1.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.zero_bubble
 
-A backward computes two things. The previous stage waits for the gradient of the stage's input (I).
-Only the optimizer needs the gradients of the weights (W). ZB-H1 (https://arxiv.org/abs/2401.10241)
-splits B into I and W. On stage s, W is s micro-batches late: it fills the time in which 1F1B waits.
-P = 3, M = 4, equal times for F, I and W:
+A backward computes two kinds of gradients. The previous stage waits for the gradient of the
+stage's input (I), but only the optimizer needs the gradients of the weights (W). ZB-H1
+(https://arxiv.org/abs/2401.10241) splits B into I and W. On stage s, W is delayed by s
+micro-batches and fills the time in which 1F1B waits. P = 3, M = 4, equal times for F, I and W:
 
     stage 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
     stage 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-The bubble is (P - 1) / (3 M + P - 1). Layers keep their inputs until W, so every stage keeps up to
-P micro-batches; in 1F1B, only the first stage does.
+The bubble is (P - 1) / (3 M + P - 1). Layers keep their inputs until W, so that every stage keeps
+up to P micro-batches; in 1F1B, only the first stage does.
 """
 
 import os
@@ -46,16 +46,16 @@ def zero_bubble_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
 
 class ZeroBubblePipeline(Pipeline):
-    """A pipeline that computes the gradients of convolutions and linear layers later, by autograd.
+    """A pipeline that computes the gradients of convolution and linear weights later.
 
-    I asks for the gradients of the stage's input and of the output of each such layer, but not for
-    those of its weights. W computes these from the layer's input and its output's gradient.
+    I computes the gradients of the stage's input and of the outputs of these layers with autograd.
+    W computes the gradients of a layer's weights from its input and the gradient of its output.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.micro = 0  # the micro-batch of the action that runs
-        # By micro-batch: layer, input, and its output's place in the graph (I: its gradient).
+        # By micro-batch: layer, input, edge of the output in the graph (after I: its gradient).
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
         layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
         for layer in layers:
@@ -64,13 +64,13 @@ class ZeroBubblePipeline(Pipeline):
         self.norms = [p for p in self.stage.parameters() if p not in later]
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Note a call of a layer. Autocast computed in the type of the output."""
+        """Save a call of a layer. Autocast computed in the type of the output."""
         if torch.is_grad_enabled():
             call = layer, inputs[0].detach().to(y.dtype), get_gradient_edge(y)
             self.calls[self.micro].append(call)
 
     def execute(self, action: Action) -> None:
-        """Execute an action: I has the messages of B, W has none."""
+        """Execute an action: I has the messages of B, and W has none."""
         self.micro = action.micro
         if action.kind == "W":
             self.compute_weights(action.micro)
@@ -78,7 +78,7 @@ class ZeroBubblePipeline(Pipeline):
             super().execute(action._replace(kind=action.kind.replace("I", "B")))
 
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
-        """Set `x.grad`, and add the gradients of the norms, which are by-products of it."""
+        """Set `x.grad`, and add the gradients of the norms, which autograd computes on the way."""
         calls, leaves = self.calls[micro], [*self.norms, *([x] if x.requires_grad else [])]
         gradients = torch.autograd.grad(y, leaves + [edge for *_, edge in calls], gradient)
         for leaf, own in zip(leaves, gradients, strict=False):
