@@ -65,7 +65,7 @@ def evaluate(
         group: the ranks among which the data set is divided; default: all.
 
     Raises:
-        UserError: the model diverged.
+        UserError: outputs of the model are not finite.
     """
     model = unwrapped(model)
     broadcast_buffers(model, group)
@@ -85,7 +85,10 @@ def evaluate(
     own = (torch.cat(column).cpu() for column in zip(*columns, strict=True))
     targets, losses, top, scores = (in_dataset_order(rows, total, group) for rows in own)
     if not losses.isfinite().all():
-        raise UserError("training diverged: the outputs of the model are not finite; lower --lr")
+        raise UserError(
+            "the outputs of the model are not finite: training diverged (lower --lr), "
+            "or the data contains NaN"
+        )
     hits = top == targets[:, None]  # [N, 5]
     metrics = {"loss": losses.double().mean().item()}
     metrics["accuracy"] = hits[:, 0].double().mean().item()

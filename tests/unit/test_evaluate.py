@@ -4,17 +4,25 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 import torch.distributed as dist
 from pytest import approx
-from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
+from sklearn.metrics import (
+    accuracy_score,
+    classification_report,
+    log_loss,
+    roc_auc_score,
+    top_k_accuracy_score,
+)
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from common.evaluate import Evaluation, evaluate, in_dataset_order, write_predictions
 from common.launch import UserError
+from examples.mnist_ddp_spawn.train import report
 from tests import ranks
 
 TOTAL = 53  # divides by none of the world sizes
@@ -78,6 +86,21 @@ def test_metrics_are_exact(world_size: int, classes: int, wrap: bool, tmp_path: 
         assert metrics.get("top5") == (top5 and approx(top5))
 
 
+@pytest.mark.parametrize("classes", [2, 3, 13])
+def test_report_is_that_of_scikit_learn(classes: int) -> None:
+    torch.manual_seed(0)
+    targets, scores = torch.arange(60) % min(classes, 12), torch.rand(60, classes)
+    scores /= scores.sum(1, keepdim=True)
+    guess = scores.argmax(1)
+    found = report(Evaluation({}, targets, guess, scores))
+    each = classification_report(targets, guess, output_dict=True, zero_division=0)["macro avg"]
+    expected = {"precision": each["precision"], "recall": each["recall"], "f1": each["f1-score"]}
+    if classes < 13:  # the last class does not occur
+        one = [roc_auc_score(targets == c, scores[:, c]) for c in range(classes)]
+        expected["auc"] = sum(one) / classes
+    assert found == approx(expected)
+
+
 def diverge() -> str:
     with pytest.raises(UserError) as error:
         classify(3, wrap=False, scale=float("nan"))
@@ -85,7 +108,9 @@ def diverge() -> str:
 
 
 def test_divergence_is_the_users_error(tmp_path: Path) -> None:
-    assert "training diverged" in ranks.call(diverge, folder=tmp_path, ranks=2)[1]
+    message = ranks.call(diverge, folder=tmp_path, ranks=2)[1]
+    assert "training diverged" in message
+    assert "the data contains NaN" in message
 
 
 def gather(total: int) -> Tensor:
@@ -104,16 +129,19 @@ def write(folder: Path) -> None:
     evaluation = Evaluation({}, targets, predictions, torch.zeros(2, 0))
     names = ["cat, $big$", '狗 "dog"\n']
     path = folder / f"{dist.get_rank()}.csv"
-    write_predictions(path, names, evaluation, row=[5, 9], text=["a\nb", ""])
+    write_predictions(path, names, evaluation, row=[5, 9], text=["a\n\rb\r", ""])
 
 
 def test_predictions_keep_names_and_rows(tmp_path: Path) -> None:
     ranks.call(write, tmp_path, folder=tmp_path / "log", ranks=2)
     assert not (tmp_path / "1.csv").exists()
+    table = pandas.read_csv(tmp_path / "0.csv")
+    assert [*table["prediction_name"]] == ['狗 "dog"\n', '狗 "dog"\n']
+    assert [*table["row"]] == [5, 9]
     with (tmp_path / "0.csv").open(newline="", encoding="utf-8") as file:
         head, *rows = csv.reader(file)
     assert head == ["index", "label", "prediction", "label_name", "prediction_name", "row", "text"]
     assert rows == [
-        ["0", "1", "1", '狗 "dog"\n', '狗 "dog"\n', "5", "a\nb"],
+        ["0", "1", "1", '狗 "dog"\n', '狗 "dog"\n', "5", "a\n\rb\r"],
         ["1", "0", "1", "cat, $big$", '狗 "dog"\n', "9", ""],
     ]
