@@ -1,4 +1,4 @@
-"""Report what each rank waits for, after a time-out or SIGUSR1.
+"""Report what each rank waits for, after a time-out, a lost connection or SIGUSR1.
 
 Each rank writes OUT/hang/rank-R.json: the line of the program that its main thread executes, and
 its latest collectives from torch's flight recorder. `explain` compares these files.
@@ -8,7 +8,6 @@ can end the process. A rank that is blocked inside a collective therefore report
 and its collectives after the time-out.
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
+SILENT = "does not respond"
 LATEST = 50  # collectives per report
 DATA, COMMUNICATION = "torch/utils/data/", ("torch/distributed/", "torch/autograd/")
 
@@ -47,8 +47,7 @@ def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool
     elif any(part in name for name in files for part in COMMUNICATION):
         waits_for = "ranks"
     report = {
-        "rank": dist.get_rank(),
-        "world_size": dist.get_world_size(),
+        "rank": int(os.environ["RANK"]),
         "pid": os.getpid(),
         "host": platform.node(),
         "time": time.time(),
@@ -66,17 +65,15 @@ def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool
 def _recorded() -> list[dict[str, Any]]:
     """Return the latest collectives of this rank, oldest first."""
     entries = json.loads(_distributed_c10d._dump_fr_trace_json())["entries"]
-    return [
-        {
-            "group": entry["process_group"][-1],
-            "number": entry["collective_seq_id"],
-            "kind": entry["profiling_name"].partition(":")[2].partition(" ")[0],
-            "shape": (entry["input_sizes"] or entry["output_sizes"] or [[]])[0],
-            "time": entry["time_created_ns"] / 1e9,
-        }
-        for entry in entries[-LATEST:]
-        if not entry["is_p2p"]
-    ]
+    calls = []
+    for entry in entries[-LATEST:]:
+        kind = entry["profiling_name"].partition(":")[2].partition(" ")[0]
+        shape = (entry["input_sizes"] or entry["output_sizes"] or [[]])[0]
+        call = {"group": entry["process_group"][0], "number": entry["collective_seq_id"]}
+        call |= {"call": f"{kind} {shape}", "time": entry["time_created_ns"] / 1e9}
+        if not entry["is_p2p"]:
+            calls.append(call)
+    return calls
 
 
 def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
@@ -89,11 +86,11 @@ def table(reports: Iterable[dict[str, Any]]) -> list[str]:
     """Return one line per rank: its latest collective, and the line that it executes."""
     lines = []
     for report in reports:
-        last = (report["collectives"] or [None])[-1]
         what = "in a call" if report["collectives"] is None else "no collective yet"
-        if last:
+        if report["collectives"]:
+            last = report["collectives"][-1]
             seconds = report["time"] - last["time"]
-            what = f"{_call(last)}, {seconds:.0f} s ago"
+            what = f"{last['call']} (number {last['number']}), {seconds:.0f} s ago"
         lines.append(f"  rank {report['rank']}: {what}; at {report['line']}")
     return lines
 
@@ -105,72 +102,52 @@ def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
         reports: as `read_reports` returns them.
         states: of ranks without a report, for example "is stopped".
     """
+    difference = _difference(reports)
     if states:
-        return "; ".join(f"rank {rank} {state}" for rank, state in sorted(states.items()))
-    if late := [r for r in reports if r["waits_for"] == "data"]:
-        return f"{_ranks(late)} waits for its data loader ({late[0]['line']})"
-    if busy := [r for r in reports if not r["waits_for"]]:
-        behind = _behind(busy[0], reports)
-        return f"{_ranks(busy)} does not wait for other ranks{behind}; it is at {busy[0]['line']}"
-    if difference := _difference([r for r in reports if r["collectives"]]):
+        found = [f"rank {rank} {state}" for rank, state in sorted(states.items())]
+        return "; ".join([*found, difference] if difference else found)
+    at = {report["rank"]: report["line"] for report in reports}
+    if late := [report["rank"] for report in reports if report["waits_for"] == "data"]:
+        return f"rank {_numbers(late)} waits for its data loader; it is at {at[late[0]]}"
+    if difference:
         return difference
-    if len({r["line"] for r in reports}) == 1:
-        return "all ranks are at the same call; if its number does not rise, check the network"
-    where = (f"rank {report['rank']} at {report['line']}" for report in reports)
+    if busy := [report["rank"] for report in reports if not report["waits_for"]]:
+        return f"rank {_numbers(busy)} does not wait for others; it is at {at[busy[0]]}"
+    if len({*at.values()}) == 1:
+        return "all ranks are at the same line: they receive what none sends, or the network failed"
+    where = (f"rank {rank} at {line}" for rank, line in at.items())
     return f"the ranks wait for each other: {'; '.join(where)}"
 
 
-def _behind(busy: dict[str, Any], reports: list[dict[str, Any]]) -> str:
-    """Return how many collectives a rank is behind the others, in words."""
-    last = max((_count(r) for r in reports), default=0)
-    missing = last - _count(busy)
-    if not busy["collectives"] or missing <= 0:
-        return ""
-    calls = [c for r in reports for c in r["collectives"] or () if c["number"] == last]
-    return f" and is {missing} collective(s) behind (the next is {_call(calls[0])})"
-
-
-def _count(report: dict[str, Any]) -> int:
-    return max((c["number"] for c in report["collectives"] or ()), default=0)
-
-
 def _difference(reports: list[dict[str, Any]]) -> str:
-    """Return the first collective in which the ranks differ, in words."""
-    calls = {
-        report["rank"]: {(c["group"], c["number"]): c for c in report["collectives"]}
-        for report in reports
-    }
-    starts = [min((n for _, n in own), default=0) for own in calls.values()]
-    for key in sorted({key for own in calls.values() for key in own}, key=lambda k: k[1]):
-        if key[1] < max(starts):
-            continue  # no longer in every recorder
-        found = {rank: own.get(key) for rank, own in calls.items()}
-        if missing := [rank for rank, call in found.items() if call is None]:
-            call = next(call for call in found.values() if call)
-            at = {r["rank"]: r["line"] for r in reports}
-            return (
-                f"rank {', '.join(map(str, missing))} did not call {_call(call)}; "
-                f"it is at {at[missing[0]]}"
-            )
-        kinds = {rank: (call["kind"], str(call["shape"])) for rank, call in found.items() if call}
-        usual = Counter(kinds.values()).most_common(1)[0][0]
-        for rank, kind in kinds.items():
-            if kind != usual:
-                other = next(r for r, k in kinds.items() if k == usual)
-                what = "shapes" if kind[0] == usual[0] else "calls"
-                return (
-                    f"{what} differ in collective {key[1]}: {' '.join(usual)} on rank {other}, "
-                    f"{' '.join(kind)} on rank {rank}"
-                )
+    """Return the first collective in which the ranks of a group differ, in words."""
+    for group in sorted({c["group"] for r in reports for c in r["collectives"] or ()}):
+        members = {}
+        for report in reports:
+            own = [c for c in report["collectives"] or () if c["group"] == group]
+            if own:
+                members[report["rank"]] = {c["number"]: c["call"] for c in own}
+        first = max(min(calls) for calls in members.values())  # recorders forget old calls
+        last = max(max(calls) for calls in members.values())
+        for number in range(first, last + 1):
+            found = {rank: calls[number] for rank, calls in members.items() if number in calls}
+            usual, _ = Counter(found.values()).most_common(1)[0]
+            if missing := sorted(members.keys() - found.keys()):
+                line = next(r["line"] for r in reports if r["rank"] == missing[0])
+                call = f"{usual} (number {number})"
+                return f"rank {_numbers(missing)} did not call {call}; it is at {line}"
+            for rank, call in found.items():
+                if call != usual:
+                    other = next(r for r in found if found[r] == usual)
+                    return (
+                        f"the ranks differ in collective {number}: {usual} on rank {other}, "
+                        f"{call} on rank {rank}"
+                    )
     return ""
 
 
-def _call(collective: dict[str, Any]) -> str:
-    return f"{collective['kind']} {collective['shape']} (number {collective['number']})"
-
-
-def _ranks(reports: list[dict[str, Any]]) -> str:
-    return "rank " + ", ".join(str(report["rank"]) for report in reports)
+def _numbers(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def process_state(pid: int) -> str:
@@ -179,7 +156,8 @@ def process_state(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "has exited"
-    return "is stopped" if stat.rpartition(")")[2].split()[0] in "Tt" else "does not respond"
+    kind = stat.rpartition(")")[2].split()[0]
+    return {"T": "is stopped", "t": "is stopped", "Z": "has exited"}.get(kind, SILENT)
 
 
 def install(folder: Path) -> int:
@@ -206,38 +184,49 @@ def answer(descriptor: int, folder: Path) -> None:
     if signal.SIGUSR1 not in os.read(descriptor, 100) or not dist.is_initialized():
         return
     time.sleep(0.5)
-    path = folder / f"rank-{dist.get_rank()}.json"
+    path = folder / f"rank-{os.environ['RANK']}.json"
     if not path.exists() or path.stat().st_mtime < asked:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         write_report(folder, traceback.extract_stack(frame), collectives=False)
 
 
-def after_timeout(folder: Path, error: BaseException, store: dist.Store) -> str:
+def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> list[str]:
     """Report this rank, ask the other ranks of this machine, and explain what differs.
 
     Args:
         folder: OUT/hang.
-        error: the time-out.
+        error: a time-out, or a lost connection.
         store: has the host and the process ID of each rank.
 
     Returns:
-        The table of ranks and a sentence.
+        The table of ranks and a sentence, as lines.
     """
+    if store is None:
+        return []
     began = time.time() - 2  # ranks time out within two seconds
     write_report(folder, traceback.extract_tb(error.__traceback__), collectives=True)
-    time.sleep(1)
-    processes = [store.get(f"process/{r}").decode().split() for r in range(dist.get_world_size())]
-    known = {r["rank"] for r in read_reports(folder, since=began)}
-    for rank, (host, pid) in enumerate(processes):
-        if rank not in known and host == platform.node():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGUSR1)
-    time.sleep(1.5)
+    try:
+        states = _ask_others(store)
+    except RuntimeError:
+        return ["rank 0, which hosts the store, has exited"]
     reports = read_reports(folder, since=began)
-    known = {report["rank"] for report in reports}
-    states = {
-        rank: process_state(int(pid)) if host == platform.node() else f"on {host} does not respond"
-        for rank, (host, pid) in enumerate(processes)
-        if rank not in known
-    }
-    return "\n".join([*table(reports), explain(reports, states)])
+    for report in reports:
+        states.pop(report["rank"], None)
+    return [*table(reports), explain(reports, states)]
+
+
+def _ask_others(store: dist.Store) -> dict[int, str]:
+    """Ask the ranks of this machine that have not reported; return the states of all of them."""
+    store.set(f"reported/{os.environ['RANK']}", "")
+    time.sleep(1)
+    states = {}
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        if not store.check([f"reported/{rank}"]):
+            host, pid = store.get(f"process/{rank}").decode().split()
+            here = host == platform.node()
+            states[rank] = process_state(int(pid)) if here else f"on {host} does not respond"
+            if states[rank] == SILENT:
+                os.kill(int(pid), signal.SIGUSR1)
+    if SILENT in states.values():
+        time.sleep(1.5)
+    return states

@@ -18,6 +18,7 @@ error is one line per job, and the exit code tells a scheduler what to do.
 """
 
 import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -154,6 +155,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(main_worker)
     def recorded(local_rank: int, args: Any) -> Any:
+        faulthandler.enable()  # gloo aborts a rank that receives a message of another size
         reports = args.out / "hang"
         watched = (os.getppid(), hang.install(reports), reports)
         threading.Thread(target=_watch, args=watched, daemon=True).start()
@@ -169,14 +171,14 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             for signum in STOP_SIGNALS:  # the launcher now stops all ranks
                 signal.signal(signum, _ignore)
             # In case the store's host has exited: its requests may take --timeout.
-            threading.Timer(10, os._exit, (LOST,)).start()
+            threading.Timer(30, os._exit, (LOST,)).start()
             message, code = _explain(error, reports)
         if rendezvous.joined is None and local_rank > 0:
             # All ranks of this machine fail alike. Local rank 0 reports; then the launcher ends
             # this process.
             for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_DFL)
-            time.sleep(4)
+            time.sleep(15)
         if _claim_error_report():
             print(message, file=sys.stderr, flush=True)
         if rendezvous.joined is not None:
@@ -210,12 +212,13 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
         return str(error), 128 + error.signum
     if isinstance(error, TimeoutError):
         return f"error: {error}", LOST
-    rank, store = os.environ.get("RANK", "?"), rendezvous.joined
-    if any(words in str(error) for words in ("imed out", "imeout")) and store is not None:
-        seconds = hang.after_timeout(reports, error, store)
-        return f"error: rank {rank}: the other ranks do not respond\n{seconds}", LOST
-    if any(words in str(error) for words in LOST_WORDS):
-        return f"error: rank {rank}: lost {_unresponsive()}: {str(error).splitlines()[0]}", LOST
+    rank, text = os.environ.get("RANK", "?"), str(error)
+    if isinstance(error, RuntimeError) and any(words in text for words in LOST_WORDS):
+        timed_out = "imed out" in text or "imeout" in text
+        first = text.splitlines()[0]
+        what = "the other ranks do not respond" if timed_out else f"lost a connection: {first}"
+        found = hang.after_loss(reports, error, rendezvous.joined)
+        return "\n".join([f"error: rank {rank}: {what}", *found]), LOST
     return f"error: rank {rank}: {''.join(traceback.format_exception(error))}", 1
 
 
@@ -229,19 +232,6 @@ def _claim_error_report() -> bool:
     with contextlib.suppress(RuntimeError):
         return store is None or store.compare_set(key, "", own_id) == own_id.encode()
     return True  # the store's host has exited; rather report twice than not at all
-
-
-def _unresponsive() -> str:
-    """Return the ranks that do not confirm the loss within one second; they hang or have exited."""
-    store = rendezvous.joined
-    with contextlib.suppress(RuntimeError):
-        if store is not None:
-            keys = [f"lost/{rank}" for rank in range(dist.get_world_size())]
-            store.set(keys[dist.get_rank()], "")
-            time.sleep(1)
-            silent = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            return f"rank {', '.join(silent)}" if silent else "a connection"
-    return "the host of the rendezvous"
 
 
 def _watch(agent: int, signals: int, reports: Path) -> None:

@@ -61,7 +61,8 @@ class Run:
         about: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> None:
-        self.args, self.device, self.about = args, device, dict(about or {})
+        self.args, self.device = args, device
+        self.about = json.loads(json.dumps(about or {}))  # as it is read: lists, no tuples
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         set_kernels(args.deterministic, device)
         self.autocast = autocast(args.precision, device)
@@ -73,7 +74,7 @@ class Run:
         self._losses: list[Tensor] = []  # of the latest steps, not yet averaged over the ranks
         self._loss_sum, self._loss_count = 0.0, 0  # of this epoch
         self._epochs, self._speed = args.epochs, 0.0
-        self._began, self._verified = time.perf_counter(), False
+        self._began = time.perf_counter()
         self._log = Log(args.out, active=self.rank == 0)
         self.print0, self.warn, self.scalars = self._log.print0, self._log.warn, self._log.add
         self._lock_folder()
@@ -98,8 +99,10 @@ class Run:
             raise UserError(f"cannot write --out {self.args.out}: {error.strerror}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"another run writes to {self.args.out}; use another --out") from None
+        except OSError as error:  # a network file system without locks
+            self.warn(f"a second run with this --out would not be noticed: {error.strerror}")
 
     def _greet(self, what: object, replicas: int | None) -> None:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
@@ -151,6 +154,7 @@ class Run:
             )
 
     def _load_checkpoint(self, path: Path, state: Mapping[str, Any]) -> None:
+        checkpoint.check_classes(path, state.get("about", {}), self.about)
         checkpoint.check_flags(path, state["args"], self.flags, self.warn)
         checkpoint.load_parts(path, state["parts"], self.parts)
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
@@ -175,10 +179,10 @@ class Run:
         state: dict[str, Any] = {"parts": parts, "random": random, "metrics": self.metrics}
         state |= {"epoch": self.epoch, "batch": self.batch, "step": self.step, "best": self.best}
         state |= {"args": self.flags, "losses": [self._loss_sum, self._loss_count]}
+        state["about"] = self.about
         path = self.args.out / "checkpoints" / f"step-{self.step:08}.pt"
         if self.rank == 0:
-            checkpoint.save(path, state, verify=not self._verified)
-        self._verified = True
+            checkpoint.save(path, state)
         return path
 
     # ---------------------------------------------------------------------------------- the loop
@@ -273,7 +277,8 @@ class Run:
         """
         self._average_losses()
         best = self.best is None or score > self.best
-        self.metrics, self.best = dict(metrics), score if best else self.best
+        self.metrics = {name: float(value) for name, value in metrics.items()}  # also of NumPy
+        self.best = float(score) if best else self.best
         names = {name: "loss/test" if name == "loss" else f"test/{name}" for name in metrics}
         self.scalars(self.step, {names[name]: value for name, value in metrics.items()})
         shown = "  ".join(

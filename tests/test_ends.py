@@ -35,7 +35,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> ranks.Training:
     training = run(2, [], out, fault=At(1, 10, SIGKILL))
     assert training.codes == [75, -9]
     assert len(errors(training)) == 1
-    assert "rank 0: lost rank 1" in errors(training)[0]
+    assert "rank 0: lost a connection: " in errors(training)[0]
+    assert "\nrank 1 has exited\n" in training.text
     return training
 
 
