@@ -1,0 +1,64 @@
+"""Train an example on a GPU, and count how often the host waits for the device within steps.
+
+    python -m benchmarks.host_waits gan_ddp --epochs 2
+
+A wait empties the queue of the device, which is then idle until the host has prepared more work.
+torch knows most of the calls that wait; it does not know those of collectives. The first steps of
+an epoch are not counted.
+"""
+
+import os
+import runpy
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from common.run import Run
+
+FIRST = 2  # steps of an epoch that are not counted
+places, steps = Counter[str](), 0
+original_steps, original_finish = Run.steps, Run.finish
+
+
+def count(message: Warning | str, _: type[Warning], file: str, line: int, *__: Any) -> None:
+    """Count the warning of a wait by its place."""
+    if "synchronizing CUDA operation" in str(message):
+        places[f"{os.path.relpath(file)}:{line}"] += 1
+
+
+def watched_steps(run: Run, loader: Any) -> Iterator[Any]:
+    """Yield the batches of an epoch, and let torch warn of waits."""
+    global steps
+    for number, batch in enumerate(original_steps(run, loader)):
+        if number >= FIRST:
+            steps += 1
+            torch.cuda.set_sync_debug_mode("warn")
+        yield batch
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def finish(run: Run, model: Any, **facts: Any) -> None:
+    """Print the result at the end of a run."""
+    original_finish(run, model, **facts)
+    print(f"host waits: {places.total()} in {steps} steps")
+    for place, waits in places.most_common():
+        print(f"  {waits} at {place}")
+
+
+def main(example: str, *flags: str) -> None:
+    """Run an example in this process."""
+    warnings.simplefilter("always")
+    warnings.showwarning = count  # ty: ignore
+    Run.steps, Run.finish = watched_steps, finish  # ty: ignore
+    sys.argv = [example, *flags]
+    runpy.run_module(f"examples.{example}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        raise SystemExit("error: torch finds no CUDA device")
+    main(*sys.argv[1:])
