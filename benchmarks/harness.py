@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -135,14 +135,19 @@ def facts() -> dict[str, Any]:
         ),
         platform.processor(),
     )
-    revision = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    revision = "unknown"  # without git
+    with suppress(OSError, subprocess.CalledProcessError):
+        words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        revision = subprocess.check_output(words, text=True).strip()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     packages = ("torch", "torchvision", "transformers")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "revision": subprocess.run(revision, capture_output=True, text=True).stdout.strip(),
+        "revision": revision,
         "machine": {
             "cpu": model,
+            "gpu": gpu,
             "cores": len(os.sched_getaffinity(0)),
             "memory_gib": round(memory, 1),
             "load_before": round(os.getloadavg()[0], 2),

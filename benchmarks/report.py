@@ -58,12 +58,14 @@ def section(name: str, result: dict[str, Any]) -> str:
     """Return the inputs, the machine and the medians of a benchmark."""
     machine, versions = result["machine"], result["versions"]
     inputs = "; ".join(f"{key}: {value}" for key, value in result["inputs"].items())
-    text = (
-        f"\n## {name}\n\n`python -m benchmarks.{name}`, {result['date'][:10]}, revision "
-        f"`{result['revision']}`, {machine['cpu']}, {machine['cores']} cores, load before "
-        f"{machine['load_before']}, torch {versions['torch']}, Python {versions['python']}.\n\n"
-        f"Inputs: {inputs}.\n"
-    )
+    facts = [
+        f"`python -m benchmarks.{name.replace('_', ' --device ')}`",
+        result["date"][:10],
+        f"revision `{result['revision']}`",
+        *(f"{key.replace('_', ' ')}: {value}" for key, value in machine.items()),
+        *(f"{key} {value}" for key, value in versions.items()),
+    ]
+    text = f"\n## {name}\n\n{', '.join(facts)}.\n\nInputs: {inputs}.\n"
     for title, table in result["tables"].items():
         rounds = len(next(iter(table["samples"].values())))
         text += f"\n| {title} | {table['unit']}, median of {rounds} |\n|---|---|\n"
