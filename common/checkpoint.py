@@ -23,19 +23,30 @@ from common.ddp import unwrapped
 from common.launch import UserError
 
 # A resumed run may change these flags without a warning: they do not change the training.
-FREE = {"nproc", "device", "timeout", "out", "resume", "checkpoint_every", "log_every", "workers"}
+FREE = {
+    "nproc",
+    "device",
+    "timeout",
+    "out",
+    "resume",
+    "checkpoint_every",
+    "log_every",
+    "workers",
+    "profile",
+}
 FREE |= {"world_size", "rank", "dist_url", "dist_backend", "multiprocessing_distributed"}
 WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 
 
-def save(path: Path, state: Mapping[str, Any], keep: int = 2, verify: bool = False) -> None:
-    """Write a checkpoint, and delete older files beside it except for the newest `keep`.
+def save(path: Path, state: Mapping[str, Any], keep: int = 2) -> None:
+    """Write a checkpoint, and delete others beside it except for the newest `keep` up to it.
+
+    Those of later steps are damaged, or of a run that was resumed from an earlier one.
 
     Args:
         path: FOLDER/step-STEP.pt.
         state: tensors and plain values.
         keep: number of checkpoints to keep.
-        verify: read the file back, because torch.save also writes what `load` refuses.
 
     Raises:
         UserError: the disk is full, for example; the previous checkpoint remains.
@@ -48,8 +59,8 @@ def save(path: Path, state: Mapping[str, Any], keep: int = 2, verify: bool = Fal
             torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
-        if verify:
-            torch.load(temporary, map_location="cpu", weights_only=True)
+        # torch.save also writes what `load` refuses. This check does not read the tensors.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         temporary.replace(path)
     except pickle.UnpicklingError as error:
         temporary.unlink(missing_ok=True)
@@ -62,8 +73,9 @@ def save(path: Path, state: Mapping[str, Any], keep: int = 2, verify: bool = Fal
         temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; free some space") from None
-    for old in checkpoints(path.parent)[keep:]:
-        old.unlink(missing_ok=True)
+    others = checkpoints(path.parent)
+    for other in {*others} - {*[p for p in others if p <= path][:keep]}:
+        other.unlink(missing_ok=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -159,6 +171,7 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     else:
         found = load(path)
         if isinstance(found, dict):
+            about = found.get("about", {}) if "parts" in found else {}
             found = found.get("parts", found)  # of a checkpoint of this project
             keys = ("ema", "state_dict", "model_state_dict", "model")
             found = next((found[key] for key in keys if key in found), found)
@@ -185,9 +198,7 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
         UserError: the weights belong to another model or to other classes.
     """
     weights, written = load_weights(path)
-    ours, theirs = about.get("classes"), written.get("classes")
-    if ours and theirs and ours != theirs:
-        raise UserError(f"{path} was trained for the classes {theirs}; the data has {ours}")
+    check_classes(path, written, about)
     model = unwrapped(model)
     extra = {n: value for n, value in model.state_dict().items() if not isinstance(value, Tensor)}
     try:
@@ -195,6 +206,17 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise UserError(f"{path} does not fit the model: {reason}") from None
+
+
+def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    """Compare the class names of a file with those of the data.
+
+    Raises:
+        UserError: they differ, or their order does.
+    """
+    ours, theirs = about.get("classes"), written.get("classes")
+    if ours and theirs and ours != theirs:
+        raise UserError(f"{path} was trained for the classes {theirs}; the data has {ours}")
 
 
 def check_flags(

@@ -25,6 +25,7 @@ from common.ddp import check_replicas, unwrapped
 from common.launch import STOP_SIGNALS, RunArgs, UserError
 from common.log import Log
 from common.precision import autocast, set_kernels
+from common.profiler import StepProfiler
 from common.rank import Stopped
 from common.sampler import ResumableSampler
 
@@ -86,6 +87,8 @@ class Run:
         self._message = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
         self._step_began = time.perf_counter()
+        if args.profile:
+            self._profiler = StepProfiler(args.profile, args.out / "profile", device)
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._remember_signal)
 
@@ -235,6 +238,8 @@ class Run:
         self._speed = steps * self.args.batch_size / seconds
 
     def _end_step(self, total: int) -> None:
+        if self.args.profile:
+            self._profiler.step()
         label = f"epoch {self.epoch + 1}/{self._epochs}"
         self._log.show_step(self.step, self._epochs * total, label)
         signum, every = self._agreed_signal(), self.args.log_every
@@ -276,9 +281,9 @@ class Run:
             True if this is the best epoch so far.
         """
         self._average_losses()
+        metrics = {name: float(value) for name, value in metrics.items()}  # also of NumPy
         best = self.best is None or score > self.best
-        self.metrics = {name: float(value) for name, value in metrics.items()}  # also of NumPy
-        self.best = float(score) if best else self.best
+        self.metrics, self.best = metrics, float(score) if best else self.best
         names = {name: "loss/test" if name == "loss" else f"test/{name}" for name in metrics}
         self.scalars(self.step, {names[name]: value for name, value in metrics.items()})
         shown = "  ".join(

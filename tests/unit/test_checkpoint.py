@@ -21,8 +21,8 @@ STATE = {
 }
 
 
-def save(path: Path, state: Any = STATE, **options: Any) -> Path:
-    checkpoint.save(path, state, **options)
+def save(path: Path, state: Any = STATE) -> Path:
+    checkpoint.save(path, state)
     return path
 
 
@@ -35,7 +35,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def test_a_checkpoint_can_be_read_back(tmp_path: Path) -> None:
-    path = save(tmp_path / "new" / "step-00000001.pt", verify=True)
+    path = save(tmp_path / "new" / "step-00000001.pt")
     assert equal(checkpoint.load(path), STATE)
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
@@ -67,10 +67,10 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value", [np.float64(1), np.int64(1), np.ones(2), Path("x"), nn.Linear(1, 1)], ids=repr
 )
-def test_first_save_refuses_what_cannot_be_loaded(value: Any, tmp_path: Path) -> None:
+def test_a_save_refuses_what_cannot_be_loaded(value: Any, tmp_path: Path) -> None:
     """torch.save writes it, and a requeued job would start from the beginning for ever."""
     with pytest.raises(TypeError, match="convert it"):
-        save(tmp_path / "step-00000002.pt", {"schedule": {"lr": value}}, verify=True)
+        save(tmp_path / "step-00000002.pt", {"schedule": {"lr": value}})
     assert not list(tmp_path.iterdir())
 
 
@@ -79,6 +79,9 @@ def test_two_newest_are_kept(tmp_path: Path) -> None:
         save(tmp_path / f"step-{step:08}.pt")
     names = [path.name for path in checkpoint.checkpoints(tmp_path)]
     assert names == ["step-00000010.pt", "step-00000003.pt"]
+    save(tmp_path / "step-00000004.pt")  # of a run that resumed from step 3
+    names = [path.name for path in checkpoint.checkpoints(tmp_path)]
+    assert names == ["step-00000004.pt", "step-00000003.pt"]
 
 
 def test_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def wrapped(prefix: str) -> dict[str, torch.Tensor]:
         {"state_dict": wrapped("module."), "epoch": 3},
         {"model_state_dict": WEIGHTS, "optimizer_state_dict": {}},
         {"model": WEIGHTS},
-        {"step": 4, "parts": {"model": WEIGHTS, "optimizer": {}}},
+        {"step": 4, "parts": {"model": WEIGHTS, "optimizer": {}}, "about": {}},
         {
             "step": 4,
             "parts": {"model": {}, "ema": wrapped("module.") | {"n_averaged": torch.ones(())}},
@@ -233,7 +236,7 @@ def test_random_generators_continue_from_a_file(tmp_path: Path) -> None:
     np.random.seed(2)
     torch.manual_seed(3)
     draw()
-    path = save(tmp_path / "step-00000001.pt", {"random": checkpoint.random_state()}, verify=True)
+    path = save(tmp_path / "step-00000001.pt", {"random": checkpoint.random_state()})
     expected = [draw(), draw()]
     checkpoint.restore_random_state(checkpoint.load(path)["random"])
     assert [draw(), draw()] == expected

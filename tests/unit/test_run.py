@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -183,7 +184,11 @@ def refused(out: Path, resume: str, **options: Any) -> str:
 
 
 def saved(out: Path) -> None:
-    epoch(begin(out, about={"classes": ["cat", "dog"], "size": 8}))
+    """Train with classes and metrics as a copy of the template may have them."""
+    run = begin(out, about={"classes": ("cat", "dog"), "size": 8})
+    for _ in run.steps([None]):
+        run.log(torch.tensor(1.0))
+    run.end_epoch({"accuracy": np.float64(0.5), "f1": torch.tensor(0.25)}, score=np.float64(0.5))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +214,7 @@ def _other_model(out: Path, resume: str) -> str:
 @pytest.mark.parametrize(
     ("classes", "features", "words"),
     [
-        (["dog", "cat"], 2, ["cat", "dog"]),
+        (["dog", "cat"], 2, ["trained for the classes", "dog"]),
         (["cat", "dog"], 3, ["does not fit"]),
         (None, 3, ["fit"]),
     ],
@@ -217,11 +222,24 @@ def _other_model(out: Path, resume: str) -> str:
 def test_weights_that_do_not_fit(
     classes: list[str] | None, features: int, words: list[str], trained: Path, tmp_path: Path
 ) -> None:
-    path = str(trained / "best.safetensors")
-    arguments = (tmp_path / "out", path, classes, features)
-    message = ranks.call(_other_weights, *arguments, folder=tmp_path, ranks=1)[0]
-    assert all(word in message for word in words), message
-    assert "\n" not in message
+    for path in (trained / "best.safetensors", *(trained / "checkpoints").iterdir()):
+        arguments = (tmp_path / path.suffix, str(path), classes, features)
+        log = tmp_path / f"log{path.suffix}"
+        message = ranks.call(_other_weights, *arguments, folder=log, ranks=1)[0]
+        assert all(word in message for word in words), message
+        assert "\n" not in message
+
+
+def _same_classes(out: Path, path: str) -> Any:
+    run = begin(out, resume=path, about={"classes": ("cat", "dog")})
+    return run.metrics, run.best
+
+
+def test_classes_and_metrics_are_read_back(trained: Path, tmp_path: Path) -> None:
+    for path in (trained / "best.safetensors", *(trained / "checkpoints").iterdir()):
+        log = tmp_path / f"log{path.suffix}"
+        found = ranks.call(_same_classes, tmp_path / path.suffix, str(path), folder=log, ranks=1)[0]
+    assert found == ({"accuracy": 0.5, "f1": 0.25}, 0.5)
 
 
 def _other_weights(out: Path, resume: str, classes: Any, features: int) -> str:
