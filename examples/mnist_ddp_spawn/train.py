@@ -1,4 +1,4 @@
-"""mnist_ddp_spawn: train a network on digits with DDP; every distributed step is in this file.
+"""mnist_ddp_spawn: train a network on digits with DDP; all distributed code is in this file.
 
     python -m examples.mnist_ddp_spawn                        # a world of one
     python -m examples.mnist_ddp_spawn --nproc 2              # two processes
@@ -40,7 +40,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # like torch's `record`: one line per error and job, and an exit code that says why
+@record  # prints one line per error and job; the exit code tells the cause
 def main_worker(local_rank: int, args: Args) -> None:
     """Train in one process of the job."""
     here = place(args, local_rank)  # rank = node * processes per node + local rank
@@ -54,10 +54,10 @@ def main_worker(local_rank: int, args: Args) -> None:
         device_id=device if "nccl" in backend else None,  # NCCL connects now, not in step 1
     )
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
-    torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
+    torch.manual_seed(args.seed + rank)  # dropout differs; DDP broadcasts rank 0's parameters
     data = image_data(args.dataset, args.data_dir)  # one process per node downloads
-    # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. drop_last leaves out what
-    # does not fill a global batch, so that all ranks have equally many samples in every step.
+    # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. drop_last leaves out samples
+    # that do not fill a global batch, so that all ranks have equally many samples in every step.
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         data.train,
@@ -65,12 +65,16 @@ def main_worker(local_rank: int, args: Args) -> None:
         sampler=sampler,  # which shuffles
         drop_last=True,
         num_workers=args.workers,
-        pin_memory=cuda,  # copies to the device do not block
+        worker_init_fn=None,  # a function to call in each worker; torch seeds the workers
+        collate_fn=None,  # a function that makes a batch of samples, for example by padding
+        pin_memory=cuda,  # for copies that do not block
     )
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DDP(
         DigitNet(data.size, data.classes).to(device),
         device_ids=[device] if cuda else None,
+        output_device=None,  # device of the outputs; by default, that of device_ids
+        find_unused_parameters=False,  # True if some steps do not use all parameters
         gradient_as_bucket_view=True,  # saves a copy of the gradients
     )
     optimizer = SGD(model.parameters(), args.lr, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)

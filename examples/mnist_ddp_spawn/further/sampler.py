@@ -1,4 +1,4 @@
-"""Show which rank gets which sample, and how predictions return to dataset order.
+"""Show which rank gets which sample, and how to restore dataset order.
 
     python -m examples.mnist_ddp_spawn.further.sampler              # 3 processes, 10 samples
     python -m examples.mnist_ddp_spawn.further.sampler --nproc 2 --samples 7
@@ -17,16 +17,11 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 
 def main(nproc: int = 3, samples: int = 10) -> None:
-    """Show DistributedSampler, exact evaluation and process groups.
-
-    Args:
-        nproc: processes to start.
-        samples: samples in the data set.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no socket that others could reach
+    """Show DistributedSampler, exact evaluation and process groups."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no socket that other machines can reach
     with tempfile.TemporaryDirectory() as folder:
         init_method = f"file://{folder}/rendezvous"  # or tcp://127.0.0.1:PORT, any free port
-        mp.spawn(main_worker, (nproc, init_method, samples), nproc)  # adds the rank in front
+        mp.spawn(main_worker, (nproc, init_method, samples), nproc)  # the rank comes first
 
 
 def main_worker(rank: int, world_size: int, init_method: str, samples: int) -> None:
@@ -53,7 +48,7 @@ def training(samples: int) -> None:
     sampler = DistributedSampler(dataset, shuffle=False)
     show("not shuffled: rank r gets r, r + W, r + 2W, ...; the first are repeated", list(sampler))
     sampler = DistributedSampler(dataset, shuffle=False, drop_last=True)
-    show("drop_last: what is left over is dropped", list(sampler))
+    show("drop_last: the remaining samples are left out", list(sampler))
     sampler = DistributedSampler(dataset, seed=0)
     for epoch in range(2):
         show(f"epoch {epoch} without set_epoch: always the same order", list(sampler))
@@ -63,7 +58,7 @@ def training(samples: int) -> None:
 
 
 def evaluation(samples: int) -> None:
-    """Return predictions to dataset order. Every rank calls this."""
+    """Restore the dataset order of predictions. Every rank calls this."""
     dataset, world_size = TensorDataset(torch.arange(samples)), dist.get_world_size()
     indices = list(DistributedSampler(dataset, shuffle=False))
     show("evaluation: each rank predicts 10 * index for its samples", indices)
@@ -75,7 +70,7 @@ def evaluation(samples: int) -> None:
 
 
 def groups() -> None:
-    """Add the ranks 0, 2, 4, ... in a group of their own. Every rank calls this."""
+    """Sum the ranks 0, 2, 4, ... in their own group. Every rank calls this."""
     members = list(range(0, dist.get_world_size(), 2))
     group = dist.new_group(members)  # ALL ranks call new_group, only members use the group
     total = torch.tensor([dist.get_rank()])
