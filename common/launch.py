@@ -71,6 +71,8 @@ class RunArgs:
     """Steps between checkpoints; there is also one after every epoch."""
     log_every: Annotated[int, arg(metavar="STEPS", aliases=["-p", "--print-freq"])] = 0
     """Steps between lines with the loss; 0 prints one line per epoch."""
+    profile: Annotated[int, arg(metavar="STEPS")] = 0
+    """Steps to trace with torch.profiler, after the first 10."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def test_files_are_short() -> None:
 
 @pytest.mark.parametrize(
     ("folder", "budget"),
-    [("common", 2460), ("tools", 600), ("examples", 4700), ("benchmarks", 2200), ("tests", 8500)],
+    [("common", 2560), ("tools", 600), ("examples", 4450), ("benchmarks", 2200), ("tests", 8500)],
 )
 def test_folders_keep_their_budget(folder: str, budget: int) -> None:
     files = (ROOT / folder).rglob("*.py")
@@ -139,7 +139,7 @@ def test_flags_are_few() -> None:
         program: len(dataclasses.fields(importlib.import_module(f"examples.{program}.args").Args))
         for program in PROGRAMS
     }
-    assert sum(counts.values()) <= 165, counts
+    assert sum(counts.values()) <= 160, counts
 
 
 def test_flags_do_not_import_torch(tmp_path: Path) -> None:
