@@ -15,6 +15,10 @@ from tqdm import tqdm
 
 from common.launch import UserError
 
+# What runs write to --out.
+FILES = {"checkpoints", "metrics.jsonl", "tensorboard", "curves.png", "result.json", "profile"}
+FILES |= {"best.safetensors", "predictions.csv", "model", "samples"}
+
 
 class Log:
     """Write to the console, metrics.jsonl, TensorBoard and curves.png.
@@ -61,9 +65,10 @@ class Log:
 
     def _move_earlier_run(self) -> None:
         """Move the files of an earlier run, whose checkpoints would be taken for those of this."""
-        found = [p for p in self.out.glob("*") if not p.name.startswith(("earlier.", "lock"))]
+        found = [path for path in self.out.glob("*") if path.name in FILES]  # no others of the user
         if found:
-            earlier = self.out / f"earlier.{len(list(self.out.glob('earlier.*')))}"
+            numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]
+            earlier = self.out / f"earlier.{max(numbers, default=-1) + 1}"
             earlier.mkdir()
             for path in found:
                 path.rename(earlier / path.name)
@@ -124,6 +129,7 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl  # with pandas 1.5 s, after the training
 
     mpl.use("Agg")
+    mpl.rcParams["text.parse_math"] = False  # names may contain dollars
     import pandas as pd
 
     table = pd.DataFrame(points).groupby("step").mean()

@@ -41,13 +41,21 @@ def test_resumed_run_continues_the_curves(tmp_path: Path) -> None:
 
 
 def test_earlier_runs_are_moved(tmp_path: Path) -> None:
-    (tmp_path / "lock").touch()
-    for name in ("one", "two"):
+    users = ["lock", "log.txt", "train.py", "data"]  # --out can be any folder
+    for name in users:
+        (tmp_path / name).touch()
+    for name in ("model", "samples"):
         (tmp_path / name).mkdir()
         log(tmp_path, 0)._events.close()
-    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
-    assert names >= {"earlier.0/one", "earlier.1/two", "earlier.1/metrics.jsonl", "lock"}
-    assert not {"one", "two", "earlier.1/lock", "earlier.1/earlier.0"} & names
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *users,
+        *("earlier.0", "earlier.1", "metrics.jsonl", "tensorboard"),
+    }
+    assert [path.name for path in (tmp_path / "earlier.0").iterdir()] == ["model"]
+    (tmp_path / "earlier.0").rename(tmp_path / "elsewhere")
+    log(tmp_path, 0)._events.close()
+    for number in (1, 2):
+        assert (tmp_path / f"earlier.{number}/metrics.jsonl").exists()
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +95,7 @@ def test_write_error_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     "points",
     [
         [{"step": 1, "loss/train": 1.0}],
-        [{"step": 1, "loss/train": 1.0}, {"step": 2, "loss/train": 2.0, "test/$x$": 0.5}],
+        [{"step": 1, "loss/train": 1.0}, {"step": 2, "loss/train": 2.0, "test/$a^$": 0.5}],
         [{"step": 1, "test/accuracy": 1.0}],
     ],
     ids=json.dumps,
