@@ -1,1 +1,1 @@
-"""Programs beside the examples; common does not import them."""
+"""Programs for use with the examples. `common` does not import them."""

@@ -1,4 +1,4 @@
-"""Show what differs between runs; `tensorboard --logdir runs` shows their curves.
+"""Compare the flags and results of runs; `tensorboard --logdir runs` shows their curves.
 
 python -m tools.compare runs/a runs/b
 """
@@ -16,11 +16,11 @@ RESULTS = ["steps", "epochs", "seconds", "parameter_hash"]
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return flags and results of a run; if it is unfinished, those of its newest checkpoint."""
+    """Return the flags and results of a run, from its newest checkpoint if it is unfinished."""
     if (folder / "result.json").exists():
         run = json.loads((folder / "result.json").read_text())
     else:
-        from common import checkpoint  # imports torch, which takes seconds
+        from common import checkpoint  # importing torch takes seconds
 
         found = checkpoint.newest(folder / "checkpoints", print)
         run: Any = found[1] if found else {"args": {}}
@@ -30,7 +30,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main(runs: Positional[list[Path]]) -> None:
-    """Print a table of what differs between runs."""
+    """Print a table of the results of runs and of the flags that differ."""
     table = pd.DataFrame({str(run): read(run) for run in runs})
     hidden = table.index.str.startswith("--") | table.index.isin(MACHINE)  # if they are equal
     print(table[~hidden | (table.nunique(axis=1) > 1)].fillna("-").to_string(max_colwidth=32))

@@ -1,11 +1,11 @@
-"""Check this machine, or all nodes of a job together, for what would fail.
+"""Check this machine, or all nodes of a job, for problems that would make a run fail.
 
     python -m tools.doctor                             # this machine
-    python -m tools.doctor --master-addr HOST0         # and whether it reaches node 0
+    python -m tools.doctor --master-addr HOST0         # also the connection to node 0
     torchrun --nnodes 2 --nproc-per-node 8 --node-rank R --master-addr HOST0 -m tools.doctor
 
-Each finding is one line with its remedy. Rank 0 reports for all ranks. The exit code is 0 if
-nothing would fail (there may be warnings), else 2.
+Each finding is one line with a remedy. Rank 0 prints the findings of all ranks. The exit code is 2
+if there is an error, otherwise 0.
 """
 
 import os
@@ -38,16 +38,16 @@ TMPDIR_LIMIT = 75  # bytes: multiprocessing appends 32 for a socket, whose path 
 
 @dataclass(frozen=True)
 class Args:
-    """Check this machine, or all nodes of a job together, for what would fail."""
+    """Check this machine, or all nodes of a job, for problems that would make a run fail."""
 
     out: Path = Path("runs")
-    """Folder that runs will write to."""
+    """Output folder of the runs."""
     master_addr: str = os.environ.get("MASTER_ADDR", "")
-    """Address of node 0, to which this machine connects; torchrun sets it."""
+    """Address of node 0, which this machine connects to; torchrun sets it."""
     master_port: int = int(os.environ.get("MASTER_PORT", "29500"))
     """Port of node 0."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device that runs will use."""
+    """Device of the runs."""
 
 
 class Finding(NamedTuple):
@@ -59,12 +59,12 @@ class Finding(NamedTuple):
 
 
 def judge(fine: bool, text: str, remedy: str, level: Any = "warning") -> Finding:
-    """Return a finding that has a level and a remedy only if something is wrong."""
+    """Return a finding; `level` and `remedy` apply only if `fine` is False."""
     return Finding("ok", text) if fine else Finding(level, text, remedy)
 
 
 def check_machine(ranks: int) -> Iterator[Finding]:
-    """Yield what is found about this machine or container, which runs some ranks."""
+    """Check the resources of this machine or container for a number of ranks."""
     memory, remedy = free_memory() / GB, "give the container more memory, or start fewer ranks"
     yield judge(memory >= ranks, f"memory: {memory:.1f} GB free", remedy)
     shm = shutil.disk_usage(SHM).free / GB if SHM.is_dir() else 0
@@ -81,7 +81,7 @@ def check_machine(ranks: int) -> Iterator[Finding]:
 
 
 def free_memory() -> int:
-    """Return the free bytes of the machine, or of the container if it has fewer."""
+    """Return the free memory of the machine or of the container in bytes, whichever is less."""
     (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     cgroup, free = Path("/sys/fs/cgroup"), int(available) * 1024
     with suppress(OSError, ValueError):  # "max" means no limit
@@ -91,7 +91,7 @@ def free_memory() -> int:
 
 
 def check_master(host: str, port: int) -> Finding:
-    """Check that node 0 can be reached, or that this machine is node 0 and its port is free."""
+    """Check that node 0 is reachable, or that this machine is node 0 and the port is free."""
     at, remedy = f"node 0 at {host}:{port}", "check the address; open the port in the firewall"
     try:
         socket.create_connection((host, port), timeout=5).close()
@@ -106,7 +106,7 @@ def check_master(host: str, port: int) -> Finding:
 
 
 def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]:
-    """Yield what a rank finds about its CUDA device; a single rank checks all devices."""
+    """Check the CUDA device of this rank; a single rank checks all devices."""
     count, available = torch.cuda.device_count(), torch.cuda.get_arch_list()
     if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
         remedy = f"compare nvidia-smi with this torch, which has CUDA {torch.version.cuda}"
@@ -119,15 +119,15 @@ def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]
             yield Finding("error", text, "install another build, or set CUDA_VISIBLE_DEVICES")
             continue
         free, total = (value / GB for value in torch.cuda.mem_get_info(number))
-        text, remedy = f"{name}: {free:.0f} of {total:.0f} GB free", "nvidia-smi shows who uses it"
+        text, remedy = f"{name}: {free:.0f} of {total:.0f} GB free", "nvidia-smi lists processes"
         yield judge(free > 0.8 * total, text, remedy)
 
 
 def has_kernels(capability: tuple[int, int], available: Iterable[str]) -> bool:
     """Return True if a build of torch runs on a device.
 
-    `sm_86` runs on 8.6 and 8.9; the driver compiles `compute_86` for all later devices. Code with a
-    suffix, such as `sm_90a`, runs on one device only.
+    `sm_86` runs on 8.6 and 8.9. The driver compiles `compute_86` for all later devices. Code with a
+    suffix, such as `sm_90a`, runs only on that device.
     """
     pattern = re.compile(r"(sm|compute)_(\d+)(\d)(\w?)")
     for kind, major, minor, suffix in pattern.findall(" ".join(available)):
@@ -146,7 +146,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return what all ranks must have in common."""
+    """Return the versions that must be equal on all ranks."""
     found = {"Python": platform.python_version(), "torch": torch.__version__}
     found["CUDA"], driver = str(torch.version.cuda), Path("/sys/module/nvidia/version")
     found["NCCL"] = ".".join(map(str, nccl.version())) if dist.is_nccl_available() else "None"
@@ -154,15 +154,15 @@ def versions() -> dict[str, str]:
 
 
 def check_job(device: torch.device, out: Path) -> Iterator[Finding]:
-    """Yield what all ranks find together. Every rank calls this."""
+    """Check versions, clocks, the output folder and all-reduce. Every rank calls this."""
     own, first = versions(), gather(versions())[0]
     yield Finding("ok", ", ".join(f"{name} {value}" for name, value in first.items()))
     if different := [f"{name} {value}" for name, value in own.items() if value != first[name]]:
-        yield Finding("error", f"not as on rank 0: {', '.join(different)}", "use one image")
+        yield Finding("error", f"differs from rank 0: {', '.join(different)}", "use the same image")
     dist.barrier()
     times = gather(time.time())
     apart = max(times) - min(times)
-    yield judge(apart < 2, f"clocks: {apart:.1f} s apart", "logs and file times mislead; use NTP")
+    yield judge(apart < 2, f"clocks: {apart:.1f} s apart", "use NTP, or log times are wrong")
     yield from check_output(out)
     yield from check_all_reduce(device)
     if "nccl" in dist.get_backend():
@@ -170,7 +170,7 @@ def check_job(device: torch.device, out: Path) -> Iterator[Finding]:
 
 
 def check_output(out: Path) -> Iterator[Finding]:
-    """Check that rank 0 can write to a folder that all ranks see. Every rank calls this."""
+    """Check that all ranks share a folder that rank 0 can write to. Every rank calls this."""
     rank, failure, probe = dist.get_rank(), "", out / f".doctor-{gather(secrets.token_hex(8))[0]}"
     if rank == 0:
         try:
@@ -179,22 +179,22 @@ def check_output(out: Path) -> Iterator[Finding]:
         except OSError as error:
             failure = str(error.strerror)
     if failure := gather(failure)[0]:
-        yield Finding("error", f"--out {out}: {failure}", "choose another one, or mount a volume")
+        yield Finding("error", f"--out {out}: {failure}", "use another folder, or mount a volume")
     elif not probe.exists():
-        remedy = "mount one folder on all nodes; without it a job cannot resume"
-        yield Finding("error", f"--out {out} is not the folder of rank 0", remedy)
+        remedy = "mount one folder on all nodes; otherwise a job cannot resume"
+        yield Finding("error", f"--out {out} is not shared with rank 0", remedy)
     dist.barrier()
     if rank == 0 and not failure:
         probe.unlink()
         free = shutil.disk_usage(out).free / GB
-        yield judge(free >= 1, f"--out {out}: {free:.1f} GB free", "make room for checkpoints")
+        yield judge(free >= 1, f"--out {out}: {free:.1f} GB free", "free space for checkpoints")
 
 
 def check_all_reduce(device: torch.device) -> Iterator[Finding]:
-    """Check a sum over all ranks, and measure it. Every rank calls this."""
+    """Check the result of all_reduce, and time it. Every rank calls this."""
     rank, ranks, correct, seconds = dist.get_rank(), dist.get_world_size(), True, {}
     for count in (1, 4_000_000):
-        for _ in range(3):  # the first one opens connections
+        for _ in range(3):  # the first call opens connections
             values = torch.full((count,), rank + 1.0, device=device)
             began = time.perf_counter()
             dist.all_reduce(values)
@@ -209,7 +209,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Finding]:
 
 
 def report(everywhere: list[list[Finding]], ranks_per_node: int) -> None:
-    """Print the findings of all ranks, equal ones once with the ranks that have them."""
+    """Print the findings of all ranks; equal findings are printed once, with their ranks."""
     merged = dict[Finding, list[int]]()
     for rank, findings in enumerate(everywhere):
         for finding in findings:
@@ -233,15 +233,15 @@ def main_worker(local_rank: int, args: Args) -> None:
     except (UserError, OSError, RuntimeError, ValueError) as error:
         if local_rank == 0:
             report([findings + devices], 1)
-        raise UserError(f"the ranks did not meet: {str(error).splitlines()[0]}") from None
+        raise UserError(f"the ranks cannot connect: {str(error).splitlines()[0]}") from None
     findings += devices
     if not any(finding.level == "error" for found in gather(devices) for finding in found):
-        findings += check_job(device, args.out)  # a broken device would make it hang
+        findings += check_job(device, args.out)  # with a broken device, it would hang
     everywhere = gather(findings)
     if dist.get_rank() == 0:
         report(everywhere, ranks)
     if any(finding.level == "error" for found in everywhere for finding in found):
-        raise UserError("a run would fail; see above")
+        raise UserError("a run would fail; fix the errors above")
     dist.destroy_process_group()
 
 

@@ -5,9 +5,9 @@
     pip install -r requirements.txt
     torchrun --standalone --nproc-per-node 2 -m your_model
 
-The folder contains the example, the files of `common` that it imports, directly or through other
-files, LICENSE, requirements.txt and README.md. No text is changed: an example imports its own files
-with relative imports, and `common` lies beside it.
+The folder contains the example, the files of `common` that it needs, LICENSE, requirements.txt and
+README.md. The files are copied without changes: an example uses relative imports for its own files,
+and `common` is beside it.
 """
 
 import ast
@@ -27,7 +27,7 @@ README = "`pip install -r requirements.txt`, then `python -m {name} --nproc 2` i
 
 
 def imported_names(file: Path) -> Iterator[str]:
-    """Yield the absolute names that a file imports, also inside functions."""
+    """Yield the absolute names that a file imports, including imports inside functions."""
     package = ".".join(file.relative_to(ROOT).parent.parts)
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -38,7 +38,7 @@ def imported_names(file: Path) -> Iterator[str]:
 
 
 def modules_of(name: str) -> Iterator[Path]:
-    """Yield the files of this repository that `import NAME` runs: a module and its packages."""
+    """Yield the files of this repository that `import NAME` runs: the module and its packages."""
     path = ROOT
     for part in name.split("."):
         path /= part
@@ -46,7 +46,7 @@ def modules_of(name: str) -> Iterator[Path]:
 
 
 def requirements(names: set[str]) -> list[str]:
-    """Return the dependencies of this project to which any of the imported names belongs."""
+    """Return the dependencies of this project that provide the imported names."""
     distributions = packages_distributions()  # sklearn: scikit-learn
     parts = {part for name in names for part in name.split(".")}  # torch.utils.tensorboard: two
     used = {found.lower() for part in parts for found in distributions.get(part, [])}
@@ -67,7 +67,7 @@ def eject(example: Positional[Path], target: Positional[Path]) -> None:
     for file in files:  # the list grows
         names |= set(imported_names(file))
         files += {module for each in names for module in modules_of(each)}.difference(files)
-    (target / "common").mkdir(exist_ok=True)  # also that of an example copied there before
+    (target / "common").mkdir(exist_ok=True)  # it exists if another example was copied there
     for file in set(files).intersection(ROOT.glob("common/*.py")):
         shutil.copy(file, target / "common")
     shutil.copy(ROOT / "LICENSE", target)

@@ -1,9 +1,9 @@
-"""Ask a live run what each rank does, and explain which rank the others wait for.
+"""Show what each rank of a live run is doing, and which rank the others wait for.
 
     python -m tools.hang runs/NAME    # --out of the run
 
-The ranks of this machine answer SIGUSR1 by writing OUT/hang/rank-R.json. Ranks on other machines
-that share OUT are asked by the same command there.
+On SIGUSR1, the ranks of this machine write OUT/hang/rank-R.json. For ranks on other machines that
+share OUT, run the same command there.
 """
 
 import os
@@ -18,7 +18,7 @@ from common.hang import explain, process_state, read_reports, table
 
 
 def main(out: tyro.conf.Positional[Path]) -> None:
-    """Ask the ranks of this machine, and print one line per rank and one sentence.
+    """Signal the ranks of this machine, and print one line per rank and an explanation.
 
     Args:
         out: folder of the run.
@@ -34,7 +34,7 @@ def main(out: tyro.conf.Positional[Path]) -> None:
                 os.kill(int(pid), signal.SIGUSR1)
             except ProcessLookupError:
                 states[rank] = "has exited"
-    time.sleep(2)  # a rank that is blocked in a collective answers after half a second
+    time.sleep(2)  # a rank that is blocked in a collective reports after half a second
     reports = read_reports(out / "hang", since=asked)
     for rank in {*range(len(processes))} - {report["rank"] for report in reports}:
         host, pid = processes[rank]

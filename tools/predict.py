@@ -3,8 +3,9 @@
     python -m tools.predict photo.jpg
     python -m tools.predict FOLDER --weights runs/mnist_ddp_spawn/best.safetensors >predictions.csv
 
-Each image is a row `file,prediction,probability`. An image that cannot be decoded has an empty
-prediction, and a warning. The metadata of the weights name the model and the classes.
+It prints a row `file,prediction,probability` per image. For an image that cannot be decoded, the
+prediction is empty, and a warning is printed. The metadata of the weights contain the model and the
+classes.
 """
 
 import csv
@@ -24,23 +25,23 @@ from common.checkpoint import load_model, load_weights
 from common.data import DigitNet
 from common.image_folder import center_crop, decode, list_images, readable
 from common.images import normalize
-from common.launch import UserError
+from common.launch import UserError, one_line_errors
 
 CPU = torch.device("cpu")
 
 
 def build(about: dict[str, Any]) -> nn.Module:
-    """Return the model that the metadata of weights describe."""
+    """Build the model described by the metadata of the weights."""
     classes, options = len(about["classes"]), about.get("options", {})
     if about["model"] == "DigitNet":
         return DigitNet(about["size"], classes)
-    if about.get("norm") == "group":  # of resnet_pipeline
+    if about.get("norm") == "group":  # resnet_pipeline
         options["norm_layer"] = partial(nn.GroupNorm, 32)
     return models.get_model(about["model"], num_classes=classes, **options)
 
 
 def prepare(path: str, about: dict[str, Any]) -> Tensor:
-    """Return an image as the evaluation of the example does: [C, size, size], normalized."""
+    """Return an image [C, size, size], normalized like in the evaluation of the example."""
     image, size = decode(path), about["size"]
     if about["model"] != "DigitNet":
         return normalize(center_crop(size)(image), CPU)
@@ -66,6 +67,8 @@ def main(
 ) -> None:
     """Classify an image, or all images of a folder, and print a csv table."""
     path, weights = path.expanduser(), weights.expanduser()
+    if not path.exists():
+        raise UserError(f"{path} does not exist; pass an image or a folder")
     paths = list_images(str(path), {}) if path.is_dir() else [str(path)]
     _, about = load_weights(weights)
     if not {"model", "classes", "size"} <= about.keys():
@@ -88,8 +91,5 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
+    with one_line_errors():
         tyro.cli(main, prog="python -m tools.predict")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -1,4 +1,4 @@
-"""Shrink a folder of images once, to 256 pixels on the shorter side: loaders then read less.
+"""Shrink images to 256 pixels on the shorter side, so that training loads them faster.
 
 python -m tools.resize_images DIR DIR256
 """
@@ -14,13 +14,13 @@ from torchvision.transforms.v2 import functional as F
 from tyro.conf import Positional
 
 from common.image_folder import decode, list_images
-from common.launch import UserError
+from common.launch import UserError, one_line_errors
 
 
 def shrink(old: str, new: Path, size: int) -> None:
-    """Write an image, or copy it if it is small; a damaged one is left out with a warning."""
+    """Write a smaller image, or copy a small one; skip a damaged image with a warning."""
     new.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = new.with_name(f".{new.name}")  # a hidden file is no image
+    unfinished = new.with_name(f".{new.name}")  # loaders skip hidden files
     try:
         if min((image := decode(old)).shape[1:]) > size:
             F.to_pil_image(F.resize(image, [size])).save(unfinished, quality=85)
@@ -32,18 +32,20 @@ def shrink(old: str, new: Path, size: int) -> None:
 
 
 def main(source: Positional[Path], target: Positional[Path], size: int = 256) -> None:
-    """Write the images of a folder to another one, where existing files remain."""
+    """Write smaller images to another folder; existing files are not changed."""
+    source, target = source.expanduser(), target.expanduser()
+    if not source.is_dir():
+        raise UserError(f"{source} is not a folder; pass the folder with the images")
     images = {old: target / Path(old).relative_to(source) for old in list_images(str(source), {})}
     missing = {old: new for old, new in images.items() if not new.exists()}
     with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
         list(pool.map(shrink, *zip(*missing.items(), strict=True), [size] * len(missing)))
     damaged = sum(not new.exists() for new in missing.values())
     others = sum(path.is_file() and str(path) not in images for path in source.rglob("*"))
-    print(
-        f"{len(images) - damaged} images in {target}; left out: {damaged} damaged, {others} others"
-    )
+    print(f"{len(images) - damaged} images in {target}; skipped {damaged} damaged, {others} others")
     sys.exit(2 if damaged else 0)
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m tools.resize_images")
+    with one_line_errors():
+        tyro.cli(main, prog="python -m tools.resize_images")

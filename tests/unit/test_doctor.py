@@ -130,9 +130,9 @@ def job(fault: str, folder: Path) -> dict[str, str]:
     ("fault", "text", "level", "on"),
     [
         ("none", "", "", []),
-        ("version", "not as on rank 0", "error", [1]),
+        ("version", "differs from rank 0", "error", [1]),
         ("clock", "clocks", "warning", [0, 1]),
-        ("folder", "is not the folder of rank 0", "error", [1]),
+        ("folder", "is not shared with rank 0", "error", [1]),
         ("sum", "all_reduce of 2 rank(s) on cpu", "error", [0, 1]),
     ],
 )
@@ -178,7 +178,7 @@ def test_an_error_ends_all_ranks_with_2(tmp_path: Path) -> None:
     job = (str(ranks.free_port()), tmp_path / "file" / "out")
     codes, texts = ranks._forked([(program, r, 0, *job) for r in (0, 1)], tmp_path)
     assert codes == [2, 2]
-    assert "".join(texts).count("Not a directory; choose another one") == 1
+    assert "".join(texts).count("Not a directory; use another folder") == 1
     assert "".join(texts).count("error: a run would fail") == 1
 
 
@@ -187,11 +187,11 @@ def test_an_error_of_one_rank_ends_all_ranks_with_2(tmp_path: Path) -> None:
     jobs = [(program, rank, 0, port, tmp_path / f"out{rank}") for rank in (0, 1)]
     codes, texts = ranks._forked(jobs, tmp_path)
     assert codes == [2, 2]
-    assert "out1 is not the folder of rank 0 (rank 1); mount one folder" in texts[0]
+    assert "out1 is not shared with rank 0 (rank 1); mount one folder" in texts[0]
 
 
-def test_a_machine_reports_if_the_ranks_do_not_meet(tmp_path: Path) -> None:
+def test_a_machine_reports_if_the_ranks_cannot_connect(tmp_path: Path) -> None:
     codes, (text,) = ranks._forked([(program, 1, 0, str(ranks.free_port()), tmp_path)], tmp_path)
     assert codes == [2]
     assert "memory: " in text
-    assert text.count("error: the ranks did not meet: node 0 does not accept connections") == 1
+    assert text.count("error: the ranks cannot connect: node 0 does not accept connections") == 1
