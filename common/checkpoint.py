@@ -10,6 +10,7 @@ import pickle
 import random
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from common.ddp import unwrapped
-from common.launch import UserError
+from common.launch import NodeArgs, UserError
 
 # A resumed run may change these flags without a warning: they do not change the training.
-FREE = {
-    "nproc",
-    "device",
-    "timeout",
-    "out",
-    "resume",
-    "checkpoint_every",
-    "log_every",
-    "workers",
-    "profile",
-}
-FREE |= {"world_size", "rank", "dist_url", "dist_backend", "multiprocessing_distributed"}
+FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "deterministic"}
 WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 
 

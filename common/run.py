@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import checkpoint
@@ -25,7 +26,6 @@ from common.ddp import check_replicas, unwrapped
 from common.launch import STOP_SIGNALS, RunArgs, UserError
 from common.log import Log
 from common.precision import autocast, set_kernels
-from common.profiler import StepProfiler
 from common.rank import Stopped
 from common.sampler import ResumableSampler
 
@@ -88,7 +88,9 @@ class Run:
         self._work: dist.Work | None = None
         self._step_began = time.perf_counter()
         if args.profile:
-            self._profiler = StepProfiler(args.profile, args.out / "profile", device)
+            when = schedule(skip_first=10, wait=0, warmup=1, active=args.profile, repeat=1)
+            self._profile = profile(schedule=when, on_trace_ready=self._write_trace)
+            self._profile.start()
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._remember_signal)
 
@@ -239,7 +241,7 @@ class Run:
 
     def _end_step(self, total: int) -> None:
         if self.args.profile:
-            self._profiler.step()
+            self._profile.step()
         label = f"epoch {self.epoch + 1}/{self._epochs}"
         self._log.show_step(self.step, self._epochs * total, label)
         signum, every = self._agreed_signal(), self.args.log_every
@@ -250,6 +252,12 @@ class Run:
             self._stop(signum)
         elif self.step % self.args.checkpoint_every == 0 and self.batch < total:
             self.save()
+
+    def _write_trace(self, traced: profile) -> None:
+        folder = self.args.out / "profile"
+        folder.mkdir(exist_ok=True)
+        traced.export_chrome_trace(str(folder / f"rank-{self.rank}.json.gz"))
+        self.print0(f"traced {self.args.profile} steps; see python -m tools.profile {folder}")
 
     def log(self, loss: Tensor) -> None:
         """Keep the loss of a step, this rank's mean. Reading it now would wait for the device."""
