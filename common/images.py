@@ -82,7 +82,6 @@ def image_loaders(
     elif data is None:
         train, test = _enlarged_digits(image_size)
     else:
-        data = data.expanduser()
         train = ImageFolder(data / "train", image_size, seed)
         test = ImageFolder(data / "val", image_size, classes=train.classes)
         _check_same_on_all_ranks(data, train.samples + test.samples)

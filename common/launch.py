@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -212,7 +213,7 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
             raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
         if len(tempfile.gettempdir()) > 70 and (args.nproc > 1 or args.workers):
             raise UserError("TMPDIR has more than 70 characters, too many for the name of a socket")
-        return replace(args, out=args.out.expanduser())
+        return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))
     except UserError as error:
         captured.write(f"error: {error}\n")
         code = 2
@@ -223,6 +224,22 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
     elif code:
         time.sleep(5)  # torchrun kills all ranks as soon as one exits; rank 0 reports first
     raise SystemExit(code)
+
+
+def expand_home(args: Any) -> Any:
+    """Replace ~ in paths; the shell expands it neither in quotes nor in --out=~/runs."""
+    paths = {name: path for name, path in vars(args).items() if isinstance(path, Path)}
+    return replace(args, **{name: path.expanduser() for name, path in paths.items()})
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print a UserError and exit with code 2, in a program that starts no ranks."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _exit(code: int) -> NoReturn:

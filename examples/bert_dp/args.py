@@ -1,6 +1,5 @@
 """The flags of bert_dp."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import arg
 
-from common.launch import RunArgs, UserError
+from common.launch import RunArgs, expand_home, one_line_errors
 
 REVIEWS = Path(__file__).with_name("reviews.csv")
 
@@ -49,8 +48,5 @@ class Args(TextArgs, RunArgs):
 
 def run(main: Callable[[Any], None], args_class: type) -> None:
     """Run a program in this process; a UserError is one line and exit code 2."""
-    try:
-        main(tyro.cli(args_class))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with one_line_errors():
+        main(expand_home(tyro.cli(args_class)))

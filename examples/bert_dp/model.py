@@ -24,7 +24,9 @@ def build(
     model: str, texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
     """Return the BERT of a folder, or a small one from scratch, on the CPU."""
-    return small(texts, max_length) if model == "small" else pretrained(Path(model), max_length)
+    if model == "small":
+        return small(texts, max_length)
+    return pretrained(Path(model).expanduser(), max_length)
 
 
 def pretrained(

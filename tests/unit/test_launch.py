@@ -72,6 +72,8 @@ class Args(NodeArgs):
 
     out: Path = Path("~/run")
     """Folder."""
+    data_dir: Path | None = None
+    """Folder."""
 
 
 @pytest.fixture
@@ -89,6 +91,10 @@ def test_flags(read: Callable[..., Any]) -> None:
     assert (args.batch_size, args.nproc, args.log_every, args.seed) == (12, 3, 5, -1)
     assert args.out == Path("/home/user/run")
     assert read("--out", "'quoted'/~").out == Path("'quoted'/~")
+    args = read("--out=~/a", "--data-dir", "~/b", "--resume=~/c.pt")
+    assert (args.out, args.data_dir) == (Path("/home/user/a"), Path("/home/user/b"))
+    assert args.resume == "/home/user/c.pt"
+    assert read().resume == "no"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from common.data import DigitNet, image_data
 from common.image_folder import ImageFolder, decode
 from common.images import normalize
 from common.launch import UserError
+from tests import programs
 from tools import predict, resize_images
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
@@ -129,6 +130,24 @@ def test_weights_without_metadata_are_refused(tmp_path: Path) -> None:
     noise(tmp_path / "1.png", 0)
     with pytest.raises(UserError, match="does not name its model"):
         predict.main(tmp_path / "1.png", tmp_path / "weights.pth")
+
+
+def test_a_path_that_does_not_exist(weights: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        predict.main(tmp_path / "nowhere", weights)
+    with pytest.raises(UserError, match="nowhere is not a folder"):
+        resize_images.main(tmp_path / "nowhere", tmp_path / "target", 30)
+
+
+def test_links_that_repeat_images_are_one_line(tmp_path: Path) -> None:
+    noise(tmp_path / "cat/1.png", 0)
+    (tmp_path / "cat/cat").symlink_to(".")
+    for program, word in (("predict", "--weights=x"), ("resize_images", tmp_path / "target")):
+        done = programs.run(*programs.PYTHON, f"tools.{program}", tmp_path, word)
+        assert (done.code, done.stdout) == (2, "")
+        assert done.stderr == f"error: {tmp_path}/cat/cat repeats images of {tmp_path}/cat; " + (
+            "remove the link\n"
+        )
 
 
 def test_folder_is_shrunk_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
