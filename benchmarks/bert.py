@@ -125,7 +125,7 @@ def accuracies(csv: Path, seeds: int, epochs: int) -> dict[str, list[float]]:
 
 def measure(args: Measurement) -> Result:
     """Compare speed, and accuracy without --quick."""
-    csv, count, rounds = args.data / CSV, 1280, args.rounds
+    csv, count, rounds = args.data / CSV, 960, args.rounds
     if args.quick:
         count, rounds = 128, 1
     reviews = Reviews(csv)

@@ -80,7 +80,7 @@ def disturbed(out: Path, epochs: int, kills: int, choice: random.Random) -> Coun
 
 def measure(args: Measurement) -> Result:
     """Train undisturbed with 1 and 2 ranks, then several times with disturbances."""
-    epochs, kills, rounds = (10, 2, 1) if args.quick else (60, 8, args.rounds)
+    epochs, kills, rounds = (10, 2, 1) if args.quick else (60, 6, args.rounds)
     kinds, seconds, equal = Counter[str](), dict[str, list[float]](), 0
     with tempfile.TemporaryDirectory() as temporary:
         plain = dict[str, tuple[str, list[float]]]()

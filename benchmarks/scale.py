@@ -144,7 +144,7 @@ def compare_checkpoints(megabytes: int, rounds: int) -> dict[str, list[float]]:
 def measure(args: Measurement) -> Result:
     """Measure the costs, the largest numbers only without --quick."""
     rounds = 1 if args.quick else args.rounds
-    sizes, starts, steps, megabytes = (8, 64, 512), (1, 8), 400, 2048
+    sizes, starts, steps, megabytes = (8, 64, 512), (1, 8), 400, 1024
     if args.quick:
         sizes, starts, steps, megabytes = (8, 64), (2,), 80, 64
     joined = compare({f"{n} ranks": partial(rendezvous, n) for n in sizes}, rounds)
