@@ -67,8 +67,8 @@ def main() -> None:
     torch.manual_seed(rank)  # dropout differs between ranks; DDP broadcasts rank 0's parameters
     train_set, test_rows, test_labels = load_data()
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
-    # Rank r gets samples r, r + W, r + 2W, ... of one permutation. drop_last leaves out what does
-    # not fill a global batch, so that all ranks have batches of one size, and equally many.
+    # Rank r gets samples r, r + W, r + 2W, ... of a permutation. drop_last leaves out samples that
+    # do not fill a global batch, so that all ranks have equally many samples in every step.
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
@@ -87,9 +87,9 @@ def main() -> None:
         for rows, labels in loader:  # [B / W, 30], [B / W]
             loss = nn.functional.cross_entropy(ddp(rows.to(device)), labels.to(device))
             optimizer.zero_grad()
-            loss.backward()  # DDP averages the gradients over the ranks meanwhile
+            loss.backward()  # DDP averages the gradients over the ranks, bucket by bucket
             optimizer.step()
-            loss_sum += loss.detach()  # no .item(): it would make the host wait for the GPU
+            loss_sum += loss.detach()  # .item() would make the host wait for the GPU
         dist.all_reduce(loss_sum)
         mean_loss = loss_sum.item() / (len(loader) * world_size)
         score = accuracy(model, test_rows, test_labels)
@@ -98,8 +98,8 @@ def main() -> None:
             CHECKPOINT.parent.mkdir(exist_ok=True)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state | {"epoch": epoch + 1}, f"{CHECKPOINT}.new")
-            Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: a kill leaves a whole file
-    dist.barrier()  # a rank that exits while others still communicate would fail them
+            Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: a kill leaves a complete file
+    dist.barrier()  # if a rank exits while other ranks still communicate, these fail
     dist.destroy_process_group()
 
 

@@ -57,8 +57,8 @@ def main_worker(local_rank: int, args: Args) -> None:
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     torch.manual_seed(args.seed + rank)  # dropout differs; DDP broadcasts rank 0's parameters
     train_set, test_set = load_data()
-    # Rank r gets samples r, r + W, r + 2W, ... of one permutation. drop_last leaves out what does
-    # not fill a global batch, so that all ranks have batches of one size, and equally many.
+    # Rank r gets samples r, r + W, r + 2W, ... of a permutation. drop_last leaves out samples that
+    # do not fill a global batch, so that all ranks have equally many samples in every step.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = DataLoader(
         train_set,
@@ -78,7 +78,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     )
     optimizer = AdamW(model.parameters(), args.lr)
     scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
-    run = Run(  # bookkeeping: it resumes here, and never calls the model, the loss or the optimizer
+    run = Run(  # bookkeeping: it resumes here and never calls the model, the loss or the optimizer
         args,
         device,
         f"your_model, {len(train_set)} training samples",
@@ -99,11 +99,11 @@ def main_worker(local_rank: int, args: Args) -> None:
             # 3. YOUR LOSS: the mean over this rank's samples.
             loss = F.cross_entropy(outputs, labels)  # [B / W, 2], [B / W]
             optimizer.zero_grad()
-            loss.backward()  # DDP averages the gradients over the ranks meanwhile
+            loss.backward()  # DDP averages the gradients over the ranks, bucket by bucket
             optimizer.step()
             scheduler.step()
             run.log(loss)
-        # 4. YOUR METRIC: of the whole test set, each sample once, equal on all ranks.
+        # 4. YOUR METRIC: over the whole test set, each sample once; equal on all ranks.
         evaluation = evaluate(model, test_loader, len(test_set), run.autocast)
         if run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"]):
             write_predictions(args.out / "predictions.csv", CLASSES, evaluation)

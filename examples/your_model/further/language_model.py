@@ -1,8 +1,8 @@
-"""your_model.further.language_model: the template's frame around a small GPT.
+"""your_model.further.language_model: the template with a small GPT.
 
     python -m examples.your_model.further.language_model --nproc 2
 
-It predicts each next character of the language reference that `help("import")` prints from.
+It predicts the next character of Python's language reference, the text of `help("import")`.
 """
 
 from dataclasses import dataclass
