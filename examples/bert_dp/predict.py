@@ -74,10 +74,10 @@ def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any
     answers = pandas.DataFrame(found, texts.index, ["label", "score"])
     cells = cells.join(answers.round(4).astype(str)).fillna("")
     for number, name in enumerate(("prediction", "probability"), len(header)):
-        while name in header:  # a column of the user
+        while name in header:  # keep a column of the user
             name += "_new"
         cells.iloc[0, number] = name
-    # With this end of line, a carriage return inside a cell is quoted.
+    # With this line terminator, pandas quotes cells that contain a carriage return.
     cells.to_csv(out, mode="x", header=False, index=False, lineterminator="\r\n")
     print(f"{len(cells) - 1:,} rows: {out}")
 

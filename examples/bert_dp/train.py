@@ -45,8 +45,8 @@ class Classifier(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits [B, 2] for token IDs [B, L], padded with `pad`."""
-        # This mask broadcasts over [B, heads, queries, keys]. Given a mask [B, L], transformers
-        # would ask the device whether anything is padding, and the host would wait.
+        # This mask broadcasts over [B, heads, queries, keys]. With a mask [B, L], transformers
+        # would check for padding on the device, and the host would wait for the result.
         mask = (ids != self.pad)[:, None, None, :]
         with self.autocast:  # entered here, because threads do not inherit the caller's dtype
             return self.bert(input_ids=ids, attention_mask=mask).logits.float()
@@ -84,7 +84,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     steps = args.epochs * len(loader)
     scheduler = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
     device_ids = [device.index]
-    if cuda and os.environ["LOCAL_WORLD_SIZE"] == "1":  # no other rank needs the other devices
+    if cuda and os.environ["LOCAL_WORLD_SIZE"] == "1":  # no other rank uses the other devices
         device_ids = list(range(torch.cuda.device_count()))
     parts: Any = {"model": bert, "optimizer": optimizer, "scheduler": scheduler}
     names = list(ID2LABEL.values())
@@ -97,8 +97,8 @@ def main_worker(local_rank: int, args: Args) -> None:
         for ids, labels in run.steps(loader):  # [B / W, L], [B / W]
             ids, labels = (x.to(device, non_blocking=True) for x in (ids, labels))
             logits = parallel(ids)  # [B / W, 2], on the first device
-            # A loss inside the model would be a mean per device, and the mean of those is not that
-            # of the batch if chunks differ: 4 devices split 5 reviews into 2, 2 and 1.
+            # A loss inside the model would be a mean per device. The mean of these means is not the
+            # mean of the batch if chunks differ: 4 devices split 5 reviews into 2, 2 and 1.
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
             loss.backward()  # adds up the gradients of the replicas in `bert`

@@ -5,7 +5,7 @@
     CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp.trainer
     torchrun --nproc-per-node 2 -m examples.bert_dp.trainer
 
-The Trainer uses DataParallel on all GPUs of a process that is alone, else DistributedDataParallel.
+The Trainer uses DataParallel in a single process, and DistributedDataParallel under torchrun.
 """
 
 from dataclasses import dataclass
@@ -68,10 +68,10 @@ def train(args: Args) -> None:
         weight_decay=0.01,
         metric_for_best_model="f1",
         load_best_model_at_end=True,
-        use_cpu=not cuda,  # without it, processes on CPUs would not join a group
+        use_cpu=not cuda,  # otherwise, processes on CPUs would not join a process group
         dataloader_pin_memory=cuda,
-        ddp_find_unused_parameters=False,  # all are used; the search takes time
-        average_tokens_across_devices=False,  # else a mean loss is multiplied by the processes
+        ddp_find_unused_parameters=False,  # all parameters are used, and the search takes time
+        average_tokens_across_devices=False,  # otherwise, the loss is multiplied by the processes
         report_to="none",
         seed=args.seed,
     )

@@ -1,8 +1,8 @@
-"""Train a linear model on the same reviews; a BERT should be better than this.
+"""Train a linear model on the same reviews: a BERT should have a higher accuracy.
 
     python -m examples.bert_dp.further.baseline --csv FILE
 
-TF-IDF of characters and pairs of them, and a linear SVM. It is trained on the split of each seed.
+The model is a linear SVM on the TF-IDF of characters and character pairs.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Args:
     csv: Path = REVIEWS
     """Reviews with the columns label (0 or 1) and review."""
     seeds: int = 5
-    """Number of splits: those of --seed 0, 1, ... of the other programs."""
+    """Number of splits: those of --seed 0, 1, ... in the other programs."""
 
 
 def main(args: Args) -> None:
