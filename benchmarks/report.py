@@ -24,6 +24,10 @@ python -m benchmarks.NAME --quick     # shows that it works; writes nothing
 python -m benchmarks.report           # writes this page and its charts from the result files
 ```
 
+mnist, imagenet and bert need data, in the folder `--data`. mnist also needs `--peer`, a checkout of
+[pytorch/examples](https://github.com/pytorch/examples); the other programs contain the recipe that
+they compare with.
+
 Programs run in turn. Figures are medians of the rounds, and ratios are taken within a round. The
 result files have every sample.
 

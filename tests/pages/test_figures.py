@@ -5,6 +5,7 @@ import re
 import tomllib
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,10 @@ def sections(page: Path, result: str) -> str:
     return "\n".join(rows or [part for part in text.split("\n## ") if link in part])
 
 
+def item(part: Any, key: str) -> Any:
+    return part[int(key)] if isinstance(part, list) else part[key]
+
+
 @pytest.mark.parametrize(("page", "result"), QUOTES, ids=str)
 def test_figures_are_those_of_the_result(page: str, result: str) -> None:
     content = json.loads((ROOT / f"benchmarks/results/{result}.json").read_text())
@@ -34,7 +39,7 @@ def test_figures_are_those_of_the_result(page: str, result: str) -> None:
         assert all(re.search(whole, text) for text in texts), figure
         half = 0.5 / 10 ** len(figure.partition(".")[2])  # of the last decimal place
         for place in places:
-            value = scale * reduce(lambda part, key: part[key], place.split("|"), content)
+            value = scale * reduce(item, place.split("|"), content)
             assert value == pytest.approx(float(figure.replace(",", "")), abs=1.001 * half), place
 
 
