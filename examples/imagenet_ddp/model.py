@@ -17,24 +17,9 @@ from torchvision import models
 
 from common.checkpoint import load_model, newest
 from common.launch import UserError
-from common.rank import local_batch_size, print0
+from common.rank import print0
 
 from .args import Args
-
-
-def batch_sizes(args: Args, ranks: int) -> tuple[int, int]:
-    """Return the number of images per rank and step, and per backward pass.
-
-    Raises:
-        UserError: the ranks, or --accumulate, do not divide the batch.
-    """
-    local_batch = local_batch_size(args.batch_size, ranks)
-    if local_batch % args.accumulate:
-        raise UserError(
-            f"--accumulate {args.accumulate} does not divide the {local_batch} images per rank; "
-            f"change --batch-size"
-        )
-    return local_batch, local_batch // args.accumulate
 
 
 def options(args: Args) -> dict[str, Any]:

@@ -25,12 +25,13 @@ from torch.optim import SGD
 from common.ddp import warm_up_buckets
 from common.evaluate import evaluate, write_predictions
 from common.images import image_loaders, normalize
+from common.launch import UserError
 from common.precision import autocast, set_kernels
-from common.rank import init_distributed, print0, record
+from common.rank import init_distributed, local_batch_size, print0, record
 from common.run import Run
 
 from .args import Args
-from .model import ExponentialAverage, batch_sizes, build_model, load_trained, make_scheduler
+from .model import ExponentialAverage, build_model, load_trained, make_scheduler
 from .model import options as model_options
 
 
@@ -45,7 +46,12 @@ def main_worker(local_rank: int, args: Args) -> None:
     device = init_distributed(args, local_rank)  # dist.init_process_group, and the device
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
-    local_batch, micro_batch = batch_sizes(args, world_size)
+    local_batch = local_batch_size(args.batch_size, world_size)
+    if local_batch % args.accumulate:
+        raise UserError(
+            f"--accumulate {args.accumulate} does not divide the {local_batch} images per rank; "
+            f"change --batch-size"
+        )
     loader, test_loader = image_loaders(
         args.data,
         local_batch,
@@ -100,12 +106,14 @@ def main_worker(local_rank: int, args: Args) -> None:
             labels = labels.to(device, non_blocking=True)
             optimizer.zero_grad()
             loss = torch.zeros((), device=device)
-            micro_batches = zip(images.split(micro_batch), labels.split(micro_batch), strict=True)
+            micro_batches = zip(
+                images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True
+            )
             for number, (inputs, targets) in enumerate(micro_batches, 1):
                 # Gradients add up. DDP averages them over the ranks in the last backward only.
                 with nullcontext() if number == args.accumulate else model.no_sync():
                     with run.autocast:
-                        logits = model(inputs).float()  # [micro_batch, C]
+                        logits = model(inputs).float()  # [B / W / accumulate, C]
                     # The mean of the micro-batches' means is the mean of the batch.
                     micro_loss = criterion(logits, targets) / args.accumulate
                     scaler.scale(micro_loss).backward()

@@ -67,7 +67,7 @@ def test_ranks_train_the_same_model(
     assert all(f"/{row['label_name']}/" in row["file"] for row in run.rows())
     assert_same_state(run.checkpoint()["parts"]["model"], plain.state)
     assert "12 images" not in run.text
-    assert "has no images of 1 class(es): class 11" in run.text
+    assert "has no test images of 1 class(es): class 11" in run.text
 
 
 def test_batch_norm_and_dropout_are_those_of_each_rank(images: Path, tmp_path: Path) -> None:
