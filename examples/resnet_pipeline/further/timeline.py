@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.timeline
 
-A bar is an action of a stage, with the number of its micro-batch; white is the bubble. On a GPU,
-the host waits for the device after each action, so that the clock shows the device's time.
+A bar is an action of a stage: forward (F), backward (B), or its halves for the input (I) and the
+weights (W), with the number of the micro-batch. White is the bubble. On a GPU, the host waits for
+the device after each action, so that the clock shows the device's time.
 """
 
 import os
@@ -12,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import tyro
+from matplotlib.figure import Figure
 
 from common.launch import RunArgs
 from common.rank import init_distributed, print0
@@ -23,12 +24,7 @@ from common.rank import init_distributed, print0
 from . import zero_bubble
 from .zero_bubble import FORMS, Pipeline, prepare
 
-KINDS = {  # color and legend
-    "F": ("#0072b2", "forward"),
-    "B": ("#e69f00", "backward"),
-    "I": ("#009e73", "backward: input"),
-    "W": ("#cc79a7", "backward: weights"),
-}
+COLORS = {"F": "lightblue", "B": "orange", "I": "lightgreen", "W": "pink"}
 
 
 class Event(NamedTuple):
@@ -89,27 +85,18 @@ def bubble(events: list[Event]) -> float:
 
 def draw(charts: dict[str, list[Event]], path: Path) -> None:
     """Draw a chart per schedule, on a common scale of milliseconds."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # after the choice of a backend without a screen
-
-    figure, axes = plt.subplots(
-        len(charts), sharex=True, squeeze=False, figsize=(8, 5), layout="constrained"
-    )
-    for axis, (name, events) in zip(axes[:, 0], charts.items(), strict=True):
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots(len(charts), sharex=True, squeeze=False)[:, 0]
+    for axis, (name, events) in zip(axes, charts.items(), strict=True):
         begin = min(event.start for event in events)
         for stage, kind, micro, start, end in events:
             left, width = 1e3 * (start - begin), 1e3 * (end - start)
-            axis.barh(stage, width, 0.85, left, color=KINDS[kind][0], edgecolor="w")
-            axis.text(
-                left + width / 2, stage, micro, ha="center", va="center", fontsize=7, color="w"
-            )
+            bar = axis.barh(stage, width, left=left, color=COLORS[kind], edgecolor="white")
+            axis.bar_label(bar, [f"{kind}{micro}"], label_type="center", fontsize=7)
         axis.set(yticks=sorted({event.stage for event in events}), ylabel="stage")
         axis.invert_yaxis()
         axis.set_title(f"{name}: bubble {bubble(events):.0%}", loc="left", fontsize=10)
-    axes[-1, 0].set_xlabel("milliseconds")
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, _ in KINDS.values()]
-    names = [name for _, name in KINDS.values()]
-    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    axes[-1].set_xlabel("milliseconds")
     figure.savefig(path, dpi=110)
 
 
