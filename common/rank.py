@@ -168,16 +168,19 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return main_worker(local_rank, args)
         except (Exception, Stopped) as error:
+            received = list[int]()
             for signum in STOP_SIGNALS:  # the launcher now stops all ranks
-                signal.signal(signum, _ignore)
+                signal.signal(signum, lambda signum, _: received.append(signum))
             # In case the store's host has exited: its requests may take --timeout.
             threading.Timer(30, os._exit, (LOST,)).start()
             message, code = _explain(error, reports)
         if rendezvous.joined is None and local_rank > 0:
-            # All ranks of this machine fail alike. Local rank 0 reports; then the launcher ends
+            # All ranks of this machine fail alike. Local rank 0 reports; then the launcher stops
             # this process.
             for signum in STOP_SIGNALS:
-                signal.signal(signum, signal.SIG_DFL)
+                signal.signal(signum, lambda *_: os._exit(code))
+            if received or code > 128:
+                os._exit(code)
             time.sleep(15)
         if _claim_error_report():
             print(message, file=sys.stderr, flush=True)
