@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -68,6 +69,10 @@ class Run:
         set_kernels(args.deterministic, device)
         self.autocast = autocast(args.precision, device)
         self.parts = {name: unwrapped(part) for name, part in parts.items() if part is not None}
+        ddp = isinstance(parts["model"], DistributedDataParallel)
+        names = parts["model"].module.named_parameters() if ddp else ()
+        self._frozen = {name: p for name, p in names if not p.requires_grad}
+        self._epoch_random = checkpoint.random_state()  # at the begin of this epoch
         self.epoch = self.batch = self.step = 0  # batch: number of steps done in this epoch
         self.best: float | None = None
         self.metrics: dict[str, float] = {}
@@ -120,10 +125,6 @@ class Run:
             f"{torch.get_num_threads()} thread(s) each; "
             f"batch {self.args.batch_size} = {parts} {unit}{'s' * (parts > 1)} x {local_batch}"
         )
-        if not cuda and self.args.device == "auto":
-            self.warn("no CUDA device found: the CPU is slow for large models")
-        if self.args.deterministic:
-            self.warn("--deterministic: kernels are repeatable and slower")
 
     # ------------------------------------------------------------------------------- checkpoints
 
@@ -166,7 +167,8 @@ class Run:
         self.best, self.metrics = state["best"], state["metrics"]
         self._loss_sum, self._loss_count = state["losses"]
         if len(state["random"]) == self.world_size:
-            checkpoint.restore_random_state(state["random"][self.rank])
+            now, self._epoch_random = state["random"][self.rank]
+            checkpoint.restore_random_state(now)
         else:
             self.warn(
                 f"the number of ranks changed from {len(state['random'])} to {self.world_size}: "
@@ -179,7 +181,7 @@ class Run:
         self._average_losses()
         self._log.write()  # a resumed run continues the curves from here
         random: list[Any] = [None] * self.world_size
-        dist.all_gather_object(random, checkpoint.random_state())
+        dist.all_gather_object(random, [checkpoint.random_state(), self._epoch_random])
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         state: dict[str, Any] = {"parts": parts, "random": random, "metrics": self.metrics}
         state |= {"epoch": self.epoch, "batch": self.batch, "step": self.step, "best": self.best}
@@ -215,7 +217,8 @@ class Run:
         skipped = 0
         if isinstance(loader, DataLoader):
             sampler = loader.sampler
-            if isinstance(sampler, DistributedSampler) and sampler.epoch != self.epoch:
+            shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
+            if shuffles and sampler.epoch == 0 < self.epoch:
                 raise UserError("call sampler.set_epoch(epoch): every epoch has the same order")
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
@@ -223,8 +226,15 @@ class Run:
             # Loader workers draw the same random numbers in a resumed run, others on each rank.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
+        for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
+            self.warn(f"{name} was frozen when DDP was created: its gradient is not averaged")
         total, first = len(loader), self.batch
-        random, batches = checkpoint.random_state(), iter(loader)
+        random = checkpoint.random_state()
+        if first:  # a sampler may draw the order of the epoch from the global generator
+            checkpoint.restore_random_state(self._epoch_random)
+        else:
+            self._epoch_random = random
+        batches = iter(loader)
         for _ in itertools.islice(batches, self.batch - skipped):
             pass  # the run has already trained on these batches
         checkpoint.restore_random_state(random)

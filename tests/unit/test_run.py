@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
 from common import run as run_module
 from common.checkpoint import load_weights
@@ -134,6 +135,16 @@ class Augmented(Dataset[Any]):
         return torch.tensor([float(index), torch.rand(())])
 
 
+class Weighted(WeightedRandomSampler):
+    """It draws the order of an epoch from the global generator, without replacement here."""
+
+    def __init__(self, data: Any, seed: int) -> None:
+        super().__init__([1.0] * len(data), 12, replacement=False)
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
 def batches(out: Path, workers: int, sampler: type, stop: int, resume: str) -> list[Tensor]:
     """Return the batches of two epochs; `stop` steps without the end of the epoch, if not 0."""
     torch.manual_seed(dist.get_rank())
@@ -154,7 +165,7 @@ def batches(out: Path, workers: int, sampler: type, stop: int, resume: str) -> l
     return found
 
 
-@pytest.mark.parametrize("sampler", [DistributedSampler, ResumableSampler])
+@pytest.mark.parametrize("sampler", [DistributedSampler, ResumableSampler, Weighted])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_are_random_but_repeatable(workers: int, sampler: type, tmp_path: Path) -> None:
     def call(out: str, stop: int, resume: str = "no") -> list[Tensor]:
@@ -166,12 +177,60 @@ def test_samples_are_random_but_repeatable(workers: int, sampler: type, tmp_path
     before, after = call("cut", 3), call("cut", 0, "auto")
     for rank in range(2):  # 2 epochs of 4 batches of 3 samples
         assert torch.equal(torch.cat([before[rank], after[rank]]), whole[rank])
+    assert not torch.equal(whole[0][:12], whole[0][12:])
+    if sampler is Weighted:
+        return
     draws = torch.cat(whole)[:, 1]
     assert len(draws.unique()) == 48, "other random numbers on each rank and in each epoch"
     assert [sorted(rows[:12, 0].tolist()) for rows in whole] != [
         sorted(whole[0][12:, 0].tolist())
     ] * 2
     assert sorted(torch.cat([rows[:12] for rows in whole])[:, 0].tolist()) == list(range(24))
+
+
+def loops(out: Path) -> int:
+    """Train with loaders that other people have; each has its reason."""
+    data, steps = Augmented(), 0
+    in_order, shifted = (DistributedSampler(data, shuffle=shuffle) for shuffle in (False, True))
+    loaders = [
+        DataLoader(data, 5),  # the last batch is smaller
+        DataLoader(data, 5, collate_fn=lambda rows: rows[1:] or None),
+        DataLoader(data, 5, sampler=in_order),  # its order is the same in every epoch
+        DataLoader(data, 5, sampler=shifted),
+        DataLoader(data, batch_sampler=[[0, 1, 2], [3]]),
+    ]
+    run = begin(out)
+    for number in run.epochs(2):
+        shifted.set_epoch(number + 100)
+        for loader in loaders:
+            run.batch = 0
+            for _ in run.steps(loader):
+                steps += 1
+        run.end_epoch({}, score=0.0)
+    return steps
+
+
+def test_loaders_need_no_particular_form(tmp_path: Path) -> None:
+    assert ranks.call(loops, tmp_path / "out", folder=tmp_path, ranks=1) == [2 * (4 * 5 + 2)]
+
+
+def thaw(out: Path) -> list[str]:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    run = begin(out, model=DDP(model))
+    warnings = list[str]()
+    for number in run.epochs(2):
+        model[1].requires_grad_(number == 1)
+        with contextlib.redirect_stderr(io.StringIO()) as output:
+            for _ in run.steps([None]):
+                warnings.append(output.getvalue())
+        run.end_epoch({}, score=0.0)
+    return warnings
+
+
+def test_a_layer_that_was_thawed_is_named_in_the_next_step(tmp_path: Path) -> None:
+    first, second = ranks.call(thaw, tmp_path / "out", folder=tmp_path, ranks=2)[0]
+    assert first == ""
+    assert "warning: 1.weight was frozen when DDP was created" in second
 
 
 # ---------------------------------------------------------------------------------------- resuming
@@ -254,7 +313,7 @@ def lines(out: Path, **flags: Any) -> str:
 
 
 def _greetings(out: Path) -> list[str]:
-    first = lines(out / "a", deterministic=True)
+    first = lines(out / "a")
     args = RunArgs(out=out / "b", batch_size=96)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         Run(args, torch.device("cpu"), "pipeline", replicas=2, model=nn.Linear(1, 1))
@@ -264,7 +323,6 @@ def _greetings(out: Path) -> list[str]:
 def test_first_lines_say_what_is_trained(tmp_path: Path) -> None:
     first, second = ranks.call(_greetings, tmp_path / "out", folder=tmp_path, ranks=1)[0]
     assert "batch 12 = 1 rank x 12" in first
-    assert "--deterministic" in first
     assert "batch 96 = 2 replicas x 48" in second
 
 
