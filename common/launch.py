@@ -211,8 +211,10 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
             raise UserError(f"--rank {args.rank} must be from 0 to --world-size - 1")
         if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
             raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
-        if len(tempfile.gettempdir()) > 70 and (args.nproc > 1 or args.workers):
-            raise UserError("TMPDIR has more than 70 characters, too many for the name of a socket")
+        if args.nproc > 1 and launched():
+            raise UserError("--nproc has no effect: torchrun or srun started the ranks (see RANK)")
+        if len(os.fsencode(tempfile.gettempdir())) > 70 and (args.nproc > 1 or args.workers):
+            raise UserError("TMPDIR has more than 70 bytes, too many for the name of a socket")
         return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))
     except UserError as error:
         captured.write(f"error: {error}\n")

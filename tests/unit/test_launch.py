@@ -133,12 +133,21 @@ def test_only_the_first_rank_reports_a_mistake(
     assert len(waits) == 3
 
 
+@pytest.mark.parametrize("env", [TORCHRUN | {"LOCAL_RANK": "0"}, SRUN | {"SLURM_PROCID": "0"}])
+def test_nproc_is_not_ignored(env: dict[str, str], read: Callable[..., Any], capsys: Any) -> None:
+    """RANK and WORLD_SIZE may also be left over in a shell."""
+    with pytest.raises(SystemExit):
+        read("--nproc", "2", **env)
+    assert "error: --nproc has no effect" in capsys.readouterr().err
+    assert read("--nproc", "2", **SHELL).nproc == 2
+
+
 @pytest.mark.parametrize("flags", [["--nproc", "2"], ["--workers", "1"], []], ids=" ".join)
 def test_long_name_of_the_temporary_folder(
     flags: list[str], read: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """The sockets of multiprocessing lie there; their names have at most 107 characters."""
-    monkeypatch.setattr("tempfile.tempdir", "/x" * 36)
+    """The sockets of multiprocessing lie there; their names have at most 107 bytes."""
+    monkeypatch.setattr("tempfile.tempdir", "/数" * 18)
     if not flags:
         assert read().nproc == 1
         return
