@@ -217,7 +217,7 @@ class Run:
         skipped = 0
         if isinstance(loader, DataLoader):
             sampler = loader.sampler
-            shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
+            shuffles = isinstance(sampler, DistributedSampler) and getattr(sampler, "shuffle", True)
             if shuffles and sampler.epoch == 0 < self.epoch:
                 raise UserError("call sampler.set_epoch(epoch): every epoch has the same order")
             if isinstance(sampler, ResumableSampler):
