@@ -10,6 +10,8 @@ discriminator gets real and generated images in one batch, and the generator's l
 unwrapped discriminator.
 """
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -40,7 +42,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     device = init_distributed(args, local_rank)
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     torch.manual_seed(args.seed + rank)  # DDP sends the parameters of rank 0 to all
-    data = image_data(args.dataset, args.data_dir)
+    data = image_data(args.dataset, Path("data"))
     # From -1 to 1, like the generator's Tanh.
     train, test = ((x.tensors[0] * data.std + data.mean) * 2 - 1 for x in (data.train, data.test))
     train_set = TensorDataset(train)
@@ -61,7 +63,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         DDP(network, device_ids=[device] if cuda else None) for network in networks.values()
     )
     optimizer_g, optimizer_d = (
-        Adam(network.parameters(), args.lr, betas=(0.5, 0.99), fused=cuda)
+        Adam(network.parameters(), lr=1e-3, betas=(0.5, 0.99), fused=cuda)
         for network in (generator, discriminator)
     )
     run = Run(

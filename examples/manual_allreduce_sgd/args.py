@@ -14,9 +14,7 @@ class Args(RunArgs):
     all_reduce: Literal["ring", "torch"] = "ring"
     """The sum over the ranks: `ring_all_reduce` in train.py, or `dist.all_reduce` of torch."""
     dataset: str = "digits"
-    """digits (8x8 pixels, included), mnist, fashion-mnist, or a folder with idx files."""
-    data_dir: Path = Path("data")
-    """Folder with the files of mnist and fashion-mnist; missing ones are downloaded."""
+    """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder like MNIST's."""
     lr: float = 0.01
     """Learning rate."""
     seed: int = 1234

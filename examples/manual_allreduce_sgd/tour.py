@@ -108,16 +108,8 @@ def reductions(rank: int, world_size: int) -> None:
     show("reduce_scatter(SUM)", text(parts), received)
 
 
-def groups(rank: int, world_size: int) -> None:
-    """Sum among the even ranks; wait for all ranks."""
-    members = list(range(0, world_size, 2))
-    group = dist.new_group(members)  # ALL ranks call this; only members use the group
-    value = numbers(rank + 1)
-    before = text(value)
-    if isinstance(group, dist.ProcessGroup):
-        dist.all_reduce(value, group=group)
-    show(f"all_reduce(SUM) in new_group({members})", before, value)
-
+def wait(rank: int, world_size: int) -> None:
+    """Wait for all ranks, which arrive at different times."""
     began = time.perf_counter()
     time.sleep(0.1 * (world_size - rank))
     before = f"arrived after {time.perf_counter() - began:.2f} s"
@@ -152,7 +144,7 @@ def refused(rank: int, world_size: int) -> None:
 
 def tour() -> None:
     """Show all calls. Every rank calls this."""
-    for topic in (send_and_receive, one_to_all, collect, reductions, groups, refused):
+    for topic in (send_and_receive, one_to_all, collect, reductions, wait, refused):
         topic(dist.get_rank(), dist.get_world_size())
 
 

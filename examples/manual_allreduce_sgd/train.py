@@ -8,6 +8,7 @@ gradient of the whole batch, so any number of ranks trains the same model, up to
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -78,7 +79,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     device = init_distributed(args, local_rank)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)
-    data = image_data(args.dataset, args.data_dir)
+    data = image_data(args.dataset, Path("data"))
     images, labels = (tensor.to(device) for tensor in data.train.tensors)
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DigitNet(data.size, data.classes).to(device)

@@ -19,14 +19,10 @@ class Args(RunArgs):
     explain: bool = False
     """Run the eight steps by hand, and print what they do in the third iteration."""
     dataset: str = "digits"
-    """digits (comes with scikit-learn), mnist, fashion-mnist, or a folder with idx files."""
-    data_dir: Path = Path("data")
-    """Folder of mnist and fashion-mnist; missing files are downloaded."""
+    """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder like MNIST's."""
     epochs: int = 20
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
     """GLOBAL batch size in samples, divided by the processes, then split over their devices."""
-    lr: float = 0.2
-    """Peak learning rate of the one-cycle schedule."""
     out: Path = Path("runs/mnist_dataparallel")
     """Folder for checkpoints, metrics and the result."""

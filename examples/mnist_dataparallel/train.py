@@ -10,6 +10,7 @@ One process uses all devices of a machine; processes on several machines average
 """
 
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ from common.run import Run
 
 from .args import Args
 from .eight_steps import EightSteps, flat_state
+
+LR = 0.2  # highest learning rate of the one-cycle schedule
 
 
 class InAutocast(nn.Module):
@@ -54,7 +57,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     devices = choose_devices(args, init_distributed(args, local_rank))
     device, cuda, world_size = devices[0], devices[0].type == "cuda", dist.get_world_size()
     torch.manual_seed(args.seed)  # equal parameters in all processes; DDP would broadcast them
-    data = image_data(args.dataset, args.data_dir)
+    data = image_data(args.dataset, Path("data"))
     local_batch = local_batch_size(args.batch_size, world_size)
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
@@ -67,8 +70,8 @@ def main_worker(local_rank: int, args: Args) -> None:
     )
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DigitNet(data.size, data.classes).to(device)
-    optimizer = SGD(model.parameters(), args.lr, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
-    scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
+    optimizer = SGD(model.parameters(), LR, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
+    scheduler = OneCycleLR(optimizer, LR, args.epochs * len(loader), cycle_momentum=False)
     chunks = [len(chunk) for chunk in torch.arange(local_batch).chunk(len(devices))]
     what = f"{data}; {local_batch} samples = {chunks} on {', '.join(map(str, devices))}"
     run = Run(

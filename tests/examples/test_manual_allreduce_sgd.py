@@ -352,7 +352,6 @@ def test_tour_shows_what_each_rank_has() -> None:
     ]
     assert after["isend from rank 0, irecv on rank 1, wait"] == ["[7]", "[7]", "[-1]"]
     assert {"rank 0 started sending", "rank 1 started receiving"} <= set(text.splitlines())
-    assert after["all_reduce(SUM) in new_group([0, 2])"] == ["[4]", "[2]", "[4]"]
     left = [float(seconds) for seconds in re.findall(r"left after (\S+) s", text)]
     arrived = [float(seconds) for seconds in re.findall(r"arrived after (\S+) s", text)]
     assert min(left) >= max(arrived) - 0.2

@@ -23,8 +23,8 @@ def train(flags: list[str]) -> Reference:
     torch.manual_seed(args.seed)
     generator, discriminator = make_generator(8), make_discriminator(8)
     betas = (0.5, 0.99)
-    generator_adam = torch.optim.Adam(generator.parameters(), args.lr, betas)
-    discriminator_adam = torch.optim.Adam(discriminator.parameters(), args.lr, betas)
+    generator_adam = torch.optim.Adam(generator.parameters(), 1e-3, betas)
+    discriminator_adam = torch.optim.Adam(discriminator.parameters(), 1e-3, betas)
     losses = []
     for epoch in range(args.epochs):
         order = torch.randperm(

@@ -33,10 +33,10 @@ def train(flags: list[str]) -> Reference:
     torch.manual_seed(args.seed)
     model = DigitNet(8, 10)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+        model.parameters(), lr=0.2, momentum=0.9, weight_decay=5e-4, nesterov=True
     )
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, args.epochs * steps, cycle_momentum=False
+        optimizer, 0.2, args.epochs * steps, cycle_momentum=False
     )
     losses = []
     for epoch in range(args.epochs):
