@@ -77,7 +77,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark measured.
+    """The measurements of a benchmark.
 
     Attributes:
         inputs: data and sizes, by name.
