@@ -14,9 +14,9 @@ class Args(NodeArgs):
     """Train a network on digits with DistributedDataParallel."""
 
     dataset: str = "digits"
-    """digits (embedded), mnist, fashion-mnist, or a folder with files in MNIST's format."""
+    """digits (included), mnist, fashion-mnist, or a folder with files in MNIST's format."""
     data_dir: Path = Path("data")
-    """Folder of mnist and fashion-mnist, which are downloaded there."""
+    """Folder to which mnist and fashion-mnist are downloaded."""
     epochs: int = 20
     """Passes over the training set; MNIST needs only one."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120

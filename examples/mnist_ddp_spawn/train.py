@@ -65,15 +65,13 @@ def main_worker(local_rank: int, args: Args) -> None:
         sampler=sampler,  # which shuffles
         drop_last=True,
         num_workers=args.workers,
-        worker_init_fn=None,  # a function to call in each worker; torch seeds the workers
-        collate_fn=None,  # a function that makes a batch of samples, for example by padding
+        worker_init_fn=None,  # is called in each worker, which torch has seeded
         pin_memory=cuda,  # for copies that do not block
     )
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DDP(
         DigitNet(data.size, data.classes).to(device),
-        device_ids=[device] if cuda else None,
-        output_device=None,  # device of the outputs; by default, that of device_ids
+        device_ids=[device] if cuda else None,  # output_device is the same by default
         find_unused_parameters=False,  # True if some steps do not use all parameters
         gradient_as_bucket_view=True,  # saves a copy of the gradients
     )
@@ -83,6 +81,8 @@ def main_worker(local_rank: int, args: Args) -> None:
     run = Run(  # continues with --resume
         args, device, data, about=data.about, model=model, optimizer=optimizer, scheduler=scheduler
     )
+    if not cuda and args.device == "auto":
+        run.warn("no CUDA device found: the CPU is slow for large models")  # yellow, on rank 0
     warm_up_buckets(model)  # a resumed run on 3 or more ranks then has the same bits
 
     for epoch in run.epochs(args.epochs):
