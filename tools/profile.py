@@ -1,10 +1,10 @@
-"""Print where the time of each rank goes, from the traces that --profile writes.
+"""Print how each rank spends its time, from the traces of --profile.
 
     python -m examples.NAME --profile 20 --out runs/NAME
     python -m tools.profile runs/NAME/profile
 
-Communication counts while nothing is computed, and loading while neither happens. Perfetto,
-TensorBoard and HolisticTraceAnalysis read the same files.
+Communication that overlaps with computing counts as computing, and loading that overlaps with
+either does not count. Perfetto, TensorBoard and HolisticTraceAnalysis can open the same files.
 """
 
 import gzip
@@ -17,10 +17,11 @@ import tyro
 
 
 def breakdown(events: Iterable[Mapping[str, Any]]) -> str:
-    """Return where the time of the traced steps goes, in words.
+    """Return the time per step and its breakdown, as text.
 
     Args:
-        events: of a trace. Kernels of a device compute; without any, operators of the host do.
+        events: the events of a trace. Computing means the kernels of a device, or the operators of the
+            host if there are no kernels.
     """
     spans: dict[str, list[tuple[float, float]]] = {"step": [], "load": [], "send": []}
     spans |= {"kernel": [], "operator": []}
@@ -40,7 +41,7 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> str:
         if kind:
             spans[kind].append((event["ts"], event["ts"] + event["dur"]))
     loading = spans["load"]
-    computing = spans["kernel"] or [  # operators that collate a batch belong to loading
+    computing = spans["kernel"] or [  # operators that collate a batch count as loading
         span for span in spans["operator"] if not any(a <= span[0] < b for a, b in loading)
     ]
     total, busy = covered(spans["step"]), covered(computing)
@@ -53,7 +54,7 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> str:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the total length of the union of intervals."""
     length, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
         length += max(0.0, stop - max(start, end))
