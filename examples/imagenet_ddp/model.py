@@ -98,12 +98,18 @@ def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
     print0(f"loaded {path}")
 
 
-def make_scheduler(args: Args, optimizer: Optimizer, steps_per_epoch: int) -> LambdaLR:
+def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
     """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then half a cosine to 0.
 
     Raises:
-        UserError: --start-epoch is too large; the training set is smaller than a batch.
+        UserError: the batch, --accumulate or --start-epoch does not fit the training.
     """
+    if loader.batch_size % args.accumulate:
+        raise UserError(
+            f"--accumulate {args.accumulate} does not divide the {loader.batch_size} images "
+            f"per rank; change --batch-size"
+        )
+    steps_per_epoch = len(loader)
     if not steps_per_epoch:
         raise UserError(f"--batch-size {args.batch_size} exceeds the training set; reduce it")
     if args.start_epoch >= args.epochs:

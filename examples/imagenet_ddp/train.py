@@ -25,7 +25,6 @@ from torch.optim import SGD
 from common.ddp import warm_up_buckets
 from common.evaluate import evaluate, write_predictions
 from common.images import image_loaders, normalize
-from common.launch import UserError
 from common.precision import autocast, set_kernels
 from common.rank import init_distributed, local_batch_size, print0, record
 from common.run import Run
@@ -47,11 +46,6 @@ def main_worker(local_rank: int, args: Args) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
     local_batch = local_batch_size(args.batch_size, world_size)
-    if local_batch % args.accumulate:
-        raise UserError(
-            f"--accumulate {args.accumulate} does not divide the {local_batch} images per rank; "
-            f"change --batch-size"
-        )
     loader, test_loader = image_loaders(
         args.data,
         local_batch,
@@ -88,7 +82,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         weight_decay=args.weight_decay,
         fused=not scaler.is_enabled(),  # if the scaler skips step 1, fused SGD gets no momentum
     )
-    scheduler = make_scheduler(args, optimizer, len(loader))
+    scheduler = make_scheduler(args, optimizer, loader)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     source = "random pixels" if args.dummy else args.data or "digits"
     what = f"{args.arch} on {source}, {len(loader.dataset)} training images"
