@@ -20,8 +20,8 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> str:
     """Return the time per step and its breakdown, as text.
 
     Args:
-        events: the events of a trace. Computing means the kernels of a device, or the operators of the
-            host if there are no kernels.
+        events: the events of a trace. Computing means kernels of a device, or operators of the host
+            if there are no kernels.
     """
     spans: dict[str, list[tuple[float, float]]] = {"step": [], "load": [], "send": []}
     spans |= {"kernel": [], "operator": []}
