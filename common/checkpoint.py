@@ -9,7 +9,7 @@ import os
 import pickle
 import random
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,10 @@ def save(path: Path, state: Mapping[str, Any], keep: int = 2) -> None:
         temporary.replace(path)
     except pickle.UnpicklingError as error:
         temporary.unlink(missing_ok=True)
-        found = str(error).partition("Unsupported")[2].splitlines()[:1] or str(error).splitlines()
+        found = str(error).partition("Unsupported")[2].partition(" was not")[0]
         raise TypeError(
             f"the state of a checkpoint contains more than tensors and plain values "
-            f"(unsupported{found[0]}); convert it, for example with float() or str()"
+            f"(unsupported{found}); convert it, for example with float() or str()"
         ) from None
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         temporary.unlink(missing_ok=True)
@@ -136,12 +136,15 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, 
     temporary.replace(path)
 
 
-def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_weights(
+    path: Path, names: Collection[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read weights by name, and the metadata of `save_weights`.
 
     Args:
         path: a .safetensors file; a checkpoint of this project; or what torch.save wrote: a state
             dict, alone or under `state_dict`, `model_state_dict` or `model`.
+        names: of the model, whose own layers may be called `module`, for example.
 
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.
@@ -169,8 +172,9 @@ def load_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(f"{path} contains no weights; expected a state dict: tensors by name")
     weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     weights.pop("n_averaged", None)  # of AveragedModel
-    while prefix := next((w for w in WRAPPERS if all(n.startswith(w) for n in weights)), None):
-        weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    for prefix in 2 * WRAPPERS:
+        if weights.keys().isdisjoint(names) and all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     if wrong := [n for n, v in weights.items() if v.is_floating_point() and v.isnan().any()]:
         raise UserError(f"{path} contains NaN in {wrong[0]}; use weights from before it diverged")
     return weights, about
@@ -187,9 +191,9 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     Raises:
         UserError: the weights belong to another model or to other classes.
     """
-    weights, written = load_weights(path)
-    check_classes(path, written, about)
     model = unwrapped(model)
+    weights, written = load_weights(path, model.state_dict().keys())
+    check_classes(path, written, about)
     extra = {n: value for n, value in model.state_dict().items() if not isinstance(value, Tensor)}
     try:
         model.load_state_dict(extra | weights)  # a file of weights has no extra state of modules

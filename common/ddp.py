@@ -21,7 +21,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
 
     Models for which this cannot work are left alone: those with sparse gradients, a static graph,
     or hooks on parameters, which would run. On 3 or more ranks they resume with different last
-    bits.
+    bits. Register a communication hook after this call, because it would run, too.
     """
     module = ddp.module
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))

@@ -92,7 +92,7 @@ class ImageFolder(datasets.ImageFolder):
         if epoch is None:
             return self.center_crop(image), label
         with torch.random.fork_rng(devices=[]):
-            seeds = np.random.SeedSequence([self.seed, epoch, index])
+            seeds = np.random.SeedSequence([self.seed % 2**64, epoch, index])
             # torch.manual_seed would also set the generator of the GPU.
             torch.default_generator.manual_seed(int(seeds.generate_state(1)[0]))
             return self.random_crop(image), label

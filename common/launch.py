@@ -105,7 +105,7 @@ class Place(NamedTuple):
 def launched() -> bool:
     """Return True if torchrun or srun started this process, possibly with others."""
     step_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))  # 1 in a shell of `srun --pty`
-    return {"RANK", "WORLD_SIZE"} <= os.environ.keys() or step_tasks > 1
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE")) or step_tasks > 1
 
 
 def place(args: RunArgs, local_rank: int) -> Place:
@@ -119,7 +119,7 @@ def place(args: RunArgs, local_rank: int) -> Place:
         UserError: the variables of the launcher are incomplete.
     """
     env = os.environ
-    if {"RANK", "WORLD_SIZE"} <= env.keys():
+    if env.get("RANK") and env.get("WORLD_SIZE"):
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if missing := [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if n not in env]:
             raise UserError(
@@ -198,7 +198,7 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
 def read_args(args_class: type[RunArgs], program: str) -> Any:
     """Return the command line as an instance of `args_class`; of several ranks, rank 0 reports."""
     variable = "LOCAL_RANK" if "GROUP_RANK" in os.environ else "RANK"  # a log per torchrun node
-    rank = int(os.environ.get(variable, os.environ.get("SLURM_PROCID", "0")))
+    rank = int(os.environ.get(variable) or os.environ.get("SLURM_PROCID", "0"))
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):

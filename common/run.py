@@ -148,13 +148,16 @@ class Run:
 
     def _check_same_step(self, step: int | None) -> None:
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, (step, platform.node(), os.getpid()))
+        dist.all_gather_object(found, (step, platform.node(), os.getpid(), self.flags))
+        for name in self.flags.keys() - checkpoint.FREE | {"seed", "batch_size"}:
+            if len(values := {str(flags.get(name)) for *_, flags in found}) > 1:
+                self.warn(f"the ranks were started with different --{name}: {sorted(values)}")
         if self.rank == 0:  # tools/hang.py sends its signal to these processes
             self._lock.truncate(0)
-            self._lock.write("".join(f"{host} {pid}\n" for _, host, pid in found))
+            self._lock.write("".join(f"{host} {pid}\n" for _, host, pid, _ in found))
             self._lock.flush()
-        if len({step for step, _, _ in found}) > 1:
-            steps = [step for step, _, _ in found]
+        steps = [step for step, *_ in found]
+        if len({*steps}) > 1:
             raise UserError(
                 f"the ranks found checkpoints of different steps, {steps}; share --out among nodes"
             )

@@ -69,8 +69,9 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 )
 def test_a_save_refuses_what_cannot_be_loaded(value: Any, tmp_path: Path) -> None:
     """torch.save writes it, and a requeued job would start from the beginning for ever."""
-    with pytest.raises(TypeError, match="convert it"):
+    with pytest.raises(TypeError, match="convert it") as error:
         save(tmp_path / "step-00000002.pt", {"schedule": {"lr": value}})
+    assert "safe_globals" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -179,6 +180,20 @@ def test_weights_keep_names_and_metadata(tmp_path: Path) -> None:
     assert read == about
     save_file(WEIGHTS, path, {"format": "pt"})  # of another program
     assert equal(checkpoint.load_weights(path)[0], WEIGHTS)
+
+
+def test_own_names_of_a_model_stay(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    expected, model = Net().state_dict(), Net()
+    for prefix in ("", "module.", "_orig_mod.module."):
+        content = {prefix + name: value for name, value in expected.items()}
+        torch.save(content, path := tmp_path / "weights.pt")
+        checkpoint.load_model(path, model, {})
+        assert equal(dict(model.state_dict()), dict(expected)), prefix
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"

@@ -286,10 +286,10 @@ def test_crops_are_those_of_torchvision(tmp_path: Path) -> None:
 def test_crops_differ(tmp_path: Path) -> None:
     noise(tmp_path / "a/1.png", 0)
     shutil.copy(tmp_path / "a/1.png", tmp_path / "a/2.png")
-    folders = [ImageFolder(tmp_path, 24, seed) for seed in (0, 1)]
+    folders = [ImageFolder(tmp_path, 24, seed) for seed in (0, 1, -1)]
     keys = [(epoch, index) for epoch in range(3) for index in range(2)]
     crops = {folder[key][0].numpy().tobytes() for folder in folders for key in keys}
-    assert len(crops) == 12
+    assert len(crops) == 18
 
 
 # --------------------------------------------------------------------------------------- loaders

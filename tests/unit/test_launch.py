@@ -43,6 +43,7 @@ TWO_NODES: Any = {"world_size": 2, "rank": 1, "nproc": 3, "dist_url": URL}
             Place(9, 1, 11, 4, "tcp://::1:20123"),
         ),
         (RunArgs(nproc=2), 1, SHELL | FILE, Place(1, 1, 2, 2, "file:///tmp/rendezvous")),
+        (RunArgs(), 0, {"RANK": "", "WORLD_SIZE": ""}, Place(0, 0, 1, 1, "")),
     ],
 )
 def test_place(
@@ -120,7 +121,7 @@ def test_only_the_first_rank_reports_a_mistake(
     waits = list[float]()
     monkeypatch.setattr(launch.time, "sleep", waits.append)
     node = {"GROUP_RANK": "1", "RANK": "2", "LOCAL_RANK": "0"}  # torchrun keeps a log per node
-    for env in ({}, {"SLURM_PROCID": "0"}, node):
+    for env in ({}, {"SLURM_PROCID": "0"}, node, {"RANK": ""}):
         with pytest.raises(SystemExit) as exit_:
             read(*flags, **env)
         assert exit_.value.code == 2

@@ -214,6 +214,18 @@ def test_loaders_need_no_particular_form(tmp_path: Path) -> None:
     assert ranks.call(loops, tmp_path / "out", folder=tmp_path, ranks=1) == [2 * (4 * 5 + 2)]
 
 
+def seeds(out: Path) -> str:
+    return lines(out, seed=dist.get_rank() + 3, nproc=dist.get_rank())
+
+
+def test_different_flags_of_ranks_are_named(tmp_path: Path) -> None:
+    """Two nodes, each with a command line of its own."""
+    first, second = ranks.call(seeds, tmp_path / "out", folder=tmp_path, ranks=2)
+    assert "warning: the ranks were started with different --seed: ['3', '4']" in first
+    assert first.count("warning") == 1
+    assert second == ""
+
+
 def thaw(out: Path) -> list[str]:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
     run = begin(out, model=DDP(model))
