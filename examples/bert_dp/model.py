@@ -47,7 +47,7 @@ def pretrained(
     needs = f"--model {folder} must contain config.json, weights, and vocab.txt or tokenizer.json"
     if not files.keys() & {"vocab.txt", "tokenizer.json"}:
         raise UserError(f"{needs} of a BERT")
-    for path in files.values():
+    for path in (path for path in files.values() if path.suffix in (".txt", ".json")):
         refuse_lfs_pointer(path)
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
@@ -64,6 +64,8 @@ def pretrained(
             output_loading_info=True,
         )
     except (OSError, EOFError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        for path in files.values():  # those of other libraries may be pointers
+            refuse_lfs_pointer(path)
         raise UserError(f"{needs}; one is missing or damaged ({type(error).__name__})") from None
     loaded, info = found
     missing = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]

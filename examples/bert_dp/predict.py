@@ -40,6 +40,8 @@ class Args:
 
 def main(args: Args) -> None:
     """Predict a sentence by hand, and a file with transformers' pipeline."""
+    if not args.text and not args.csv:
+        raise UserError("nothing to predict; pass --text or --csv")
     model, tokenizer = pretrained(args.model, max_length=1, new_head=False)
     limit: Any = {"truncation": True, "max_length": model.config.max_position_embeddings}
     if args.text:

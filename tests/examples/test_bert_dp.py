@@ -150,6 +150,7 @@ def test_old_folders_are_read_and_saved_with_todays_names(
     tmp_path: Path, bert: Path, layout: str
 ) -> None:
     written = load_file(bert / "model.safetensors")
+    file(bert / "tf_model.h5", POINTER)  # not downloaded, and not needed
     if layout == "without prefix":
         without_prefix(bert)
     elif layout != "as it is":
@@ -368,6 +369,8 @@ def test_a_sentence_is_classified_by_the_program(one: ranks.Training, tmp_path: 
     assert label in ("好评", "差评")
     assert 0.5 <= float(probability) <= 1
     assert (done.code, done.stderr.count("\n")) == (2, 1)
+    with pytest.raises(UserError, match="nothing to predict"):
+        predict.main(predict.Args(model=one.out / "model"))
     assert re.match("error: .*--column", done.stderr)
 
 
