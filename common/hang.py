@@ -203,6 +203,7 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
     """
     if store is None:
         return []
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the first report has the line of the error
     began = time.time() - 2  # ranks time out within two seconds
     write_report(folder, traceback.extract_tb(error.__traceback__), collectives=True)
     try:
