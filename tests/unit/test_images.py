@@ -226,6 +226,17 @@ def test_first_frame_of_an_animation(tmp_path: Path) -> None:
     assert decode(tmp_path / "1.gif").flatten(1).unique(dim=1).tolist() == [[255], [0], [0]]
 
 
+@pytest.mark.parametrize("extra", [b"\0\1\2", b"\xff\xff\xff"], ids=["bytes", "padding"])
+def test_bytes_between_the_segments_of_a_jpeg(extra: bytes, tmp_path: Path) -> None:
+    noise(tmp_path / "1.jpg", 0)
+    content = (tmp_path / "1.jpg").read_bytes()
+    start = content.index(b"\xff\xdb")  # of the quantization table
+    (tmp_path / "2.jpg").write_bytes(content[:start] + extra + content[start:])
+    with Image.open(tmp_path / "2.jpg") as image:
+        expected = np.asarray(image)
+    np.testing.assert_array_equal(decode(tmp_path / "2.jpg").permute(1, 2, 0).numpy(), expected)
+
+
 BROKEN = [path for path in odd("made_broken") if path.name != "corrupt_scan.jpeg"]
 
 
