@@ -116,7 +116,7 @@ def _threads(here: Place) -> int:
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1
-    if threads.isdigit() and not (threads == "1" and by_torchrun):
+    if threads.isdigit() and threads != "0" and not (threads == "1" and by_torchrun):
         return int(threads)
     return max(1, cores() // here.local_world_size)
 

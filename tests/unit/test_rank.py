@@ -74,6 +74,7 @@ def test_device_and_backend(
         ({}, Place(0, 0, 16, 16, ""), 1),
         ({"OMP_NUM_THREADS": "3"}, ALONE, 3),
         ({"OMP_NUM_THREADS": "1"}, ALONE, 1),
+        ({"OMP_NUM_THREADS": "0"}, ALONE, 4),
         # torchrun sets 1 if the user does not; the bits of a training depend on the number.
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, ALONE, 4),
         ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, ALONE, 2),
