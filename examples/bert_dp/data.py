@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, random_split
 from transformers import BertTokenizer
 
+from common.checkpoint import describe
 from common.launch import UserError
 
 ID2LABEL = {0: "差评", 1: "好评"}  # bad, good
@@ -107,12 +108,9 @@ def read_cells(path: Path) -> pandas.DataFrame:
 
 def refuse_lfs_pointer(path: Path) -> None:
     """Raise UserError if a file is missing, or git-lfs has not downloaded it."""
-    try:
-        with path.open("rb") as file:
-            if file.read(23) == b"version https://git-lfs":
-                raise UserError(f"{path} is a git-lfs pointer; run `git lfs pull` in its folder")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
+    reason = describe(path)
+    if "git-lfs" in reason or not path.is_file():
+        raise UserError(f"cannot read {path}: {reason}")
 
 
 def split(reviews: Reviews, seed: int) -> list[Subset[tuple[str, int]]]:
