@@ -32,10 +32,8 @@ class ImageData:
     train: TensorDataset
     test: TensorDataset
     class_names: list[str]
-    mean: float
-    """Mean of the training pixels, from 0 to 1. MNIST: 0.1307."""
-    std: float
-    """Standard deviation of the training pixels. MNIST: 0.3081."""
+    mean: float  # of the training pixels, from 0 to 1; MNIST: 0.1307
+    std: float  # standard deviation; MNIST: 0.3081
 
     def __str__(self) -> str:
         about = f"{self.name}, {len(self.train)} training images"

@@ -20,14 +20,10 @@ MAX_SCORED_CLASSES = 100  # the scores of 50,000 samples and 1,000 classes would
 class Evaluation(NamedTuple):
     """The outputs of a model for a whole data set of N samples, equal on all ranks."""
 
-    metrics: dict[str, float]
-    """loss, accuracy, and top5 for more than 10 classes."""
-    targets: Tensor
-    """Labels, [N]."""
-    predictions: Tensor
-    """Most probable classes, [N]."""
-    scores: Tensor
-    """Class probabilities, [N, C]; [N, 0] for more than 100 classes."""
+    metrics: dict[str, float]  # loss, accuracy, and top5 for more than 10 classes
+    targets: Tensor  # labels, [N]
+    predictions: Tensor  # most probable classes, [N]
+    scores: Tensor  # class probabilities, [N, C]; [N, 0] for more than 100 classes
 
 
 def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -85,10 +81,7 @@ def evaluate(
     own = (torch.cat(column).cpu() for column in zip(*columns, strict=True))
     targets, losses, top, scores = (in_dataset_order(rows, total, group) for rows in own)
     if not losses.isfinite().all():
-        raise UserError(
-            "the outputs of the model are not finite: training diverged (lower --lr), "
-            "or the data contains NaN"
-        )
+        raise UserError("NaN in the outputs: training diverged (lower --lr), or NaN in the data")
     hits = top == targets[:, None]  # [N, 5]
     metrics = {"loss": losses.double().mean().item()}
     metrics["accuracy"] = hits[:, 0].double().mean().item()
