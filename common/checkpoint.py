@@ -28,15 +28,12 @@ FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "det
 WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 
 
-def save(path: Path, state: Mapping[str, Any], keep: int = 2) -> None:
-    """Write a checkpoint, and delete others beside it except for the newest `keep` up to it.
-
-    Those of later steps are damaged, or of a run that was resumed from an earlier one.
+def save(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint, and delete others beside it except for the one before it.
 
     Args:
         path: FOLDER/step-STEP.pt.
         state: tensors and plain values.
-        keep: number of checkpoints to keep.
 
     Raises:
         UserError: the disk is full, for example; the previous checkpoint remains.
@@ -63,8 +60,9 @@ def save(path: Path, state: Mapping[str, Any], keep: int = 2) -> None:
         temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; free some space") from None
+    # Those of later steps are damaged, or of a run that was resumed from an earlier one.
     others = checkpoints(path.parent)
-    for other in {*others} - {*[p for p in others if p <= path][:keep]}:
+    for other in {*others} - {*[p for p in others if p <= path][:2]}:
         other.unlink(missing_ok=True)
 
 
@@ -84,8 +82,6 @@ def load(path: Path) -> dict[str, Any]:
             if damaged := file.testzip():
                 raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong; delete it")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; check --resume") from None
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile):
         raise UserError(f"{path} is not a checkpoint: {describe(path)}") from None
     except pickle.UnpicklingError:
@@ -155,8 +151,6 @@ def load_weights(
             with safe_open(path, "pt") as file:
                 found: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 about = {name: json.loads(text) for name, text in (file.metadata() or {}).items()}
-        except FileNotFoundError:
-            raise UserError(f"{path} does not exist; check --resume") from None
         except (OSError, SafetensorError):
             raise UserError(f"{path} contains no weights: {describe(path)}") from None
         except json.JSONDecodeError:
@@ -203,11 +197,7 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
 
 
 def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Compare the class names of a file with those of the data.
-
-    Raises:
-        UserError: they differ, or their order does.
-    """
+    """Raise UserError if the class names of a file differ from those of the data."""
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
         raise UserError(f"{path} was trained for the classes {theirs}; the data has {ours}")
@@ -223,8 +213,7 @@ def check_flags(
     """
     for name, value in before.items():
         if value != now.get(name) and name in ("seed", "batch_size"):
-            flag = name.replace("_", "-")
-            raise UserError(f"{path} was saved with --{flag} {value}; use the same value")
+            raise UserError(f"{path} was saved with --{name.replace('_', '-')} {value}; use it")
         if value != now.get(name) and name not in FREE:
             warn(f"{path} was saved with {name} = {value}; now it is {now.get(name)}")
 

@@ -63,8 +63,8 @@ def flip_bit(path: Path) -> None:
     [
         (2, ["-b", "121"], "--batch-size 121 is not divisible by 2 ranks"),
         (2, ["--dataset", "nowhere"], "nowhere/train-images-idx.-ubyte is missing"),
-        (2, ["--resume", "nowhere.pt"], "nowhere.pt does not exist"),
-        (2, ["--resume", "nowhere.safetensors"], "nowhere.safetensors does not exist"),
+        (2, ["--resume", "nowhere.pt"], "nowhere.pt is not a checkpoint: No such file"),
+        (2, ["--resume", "nowhere.safetensors"], "nowhere.safetensors contains no weights: No such file"),
         (2, ["--resume", "README.md"], "README.md is not a checkpoint"),
         (2, ["--lr", "1e30"], "training diverged"),
         (1, ["--device", "cuda"], "--device cuda: torch finds no CUDA device"),

@@ -203,7 +203,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "does not exist"),
+        (None, "No such file"),
         (b"", "it is empty"),
         (LFS, "git lfs pull"),
         (b"\n<!DOCTYPE html>", "web page"),
