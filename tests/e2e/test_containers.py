@@ -216,7 +216,11 @@ def test_a_pod_is_lost_and_comes_back(
 
     lost = both(fault)
     assert [end.code for end in lost] == codes, [end.log for end in lost]
-    reasons = {143: "stopped by SIGTERM: ", 137: "error: a rank was killed by SIGKILL", 75: "lost "}
+    reasons = {
+        143: "stopped by SIGTERM: ",
+        137: "error: a rank was killed by SIGKILL",
+        75: " has exited",
+    }
     assert all(reasons[end.code] in end.reason for end in lost), [end.log for end in lost]
     assert not (folder / "result.json").exists()
 
