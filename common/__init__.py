@@ -1,1 +1,1 @@
-"""What at least two examples need around their training loop."""
+"""Code that at least two examples share."""

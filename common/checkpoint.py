@@ -25,11 +25,11 @@ from common.launch import NodeArgs, UserError
 
 # A resumed run may change these flags without a warning: they do not change the training.
 FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "deterministic"}
-WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+WRAPPERS = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, and delete others beside it except for the one before it.
+    """Write a checkpoint, and delete all others in its folder except the previous one.
 
     Args:
         path: FOLDER/step-STEP.pt.
@@ -46,7 +46,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
             torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
-        # torch.save also writes what `load` refuses. This check does not read the tensors.
+        # torch.save also writes objects that `load` rejects. This check does not read the tensors.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         temporary.replace(path)
     except pickle.UnpicklingError as error:
@@ -60,7 +60,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; free some space") from None
-    # Those of later steps are damaged, or of a run that was resumed from an earlier one.
+    # Later checkpoints are damaged, or belong to a run that was resumed from an earlier step.
     others = checkpoints(path.parent)
     for other in {*others} - {*[p for p in others if p <= path][:2]}:
         other.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
     """Read a file that torch.save wrote, without running code in it.
 
     Raises:
-        UserError: the file is missing, damaged, or no such file.
+        UserError: the file is missing, damaged, or not written by torch.save.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -91,7 +91,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def describe(path: Path) -> str:
-    """Return what a file is that cannot be read, in a few words."""
+    """Describe an unreadable file in a few words."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -114,7 +114,7 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, A
         try:
             return path, load(path)
         except UserError as error:
-            warn(f"{error}; using the checkpoint before it")
+            warn(f"{error}; using the previous checkpoint")
     return None
 
 
@@ -122,8 +122,8 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, 
     """Write weights as safetensors.
 
     Args:
-        path: of the file.
-        weights: by name; tied weights are written once per name.
+        path: the file to write.
+        weights: tensors by name; tied weights are written once per name.
         about: plain values for the metadata, for example the class names.
     """
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
@@ -140,7 +140,7 @@ def load_weights(
     Args:
         path: a .safetensors file; a checkpoint of this project; or what torch.save wrote: a state
             dict, alone or under `state_dict`, `model_state_dict` or `model`.
-        names: of the model, whose own layers may be called `module`, for example.
+        names: parameter names of the model; a layer of its own may be named `module`.
 
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.
@@ -154,7 +154,7 @@ def load_weights(
         except (OSError, SafetensorError):
             raise UserError(f"{path} contains no weights: {describe(path)}") from None
         except json.JSONDecodeError:
-            about = {}  # metadata of another program
+            about = {}  # written by another program
     else:
         found = load(path)
         if isinstance(found, dict):
@@ -170,7 +170,7 @@ def load_weights(
         if weights.keys().isdisjoint(names) and all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     if wrong := [n for n, v in weights.items() if v.is_floating_point() and v.isnan().any()]:
-        raise UserError(f"{path} contains NaN in {wrong[0]}; use weights from before it diverged")
+        raise UserError(f"{path} contains NaN in {wrong[0]}; use weights saved before it diverged")
     return weights, about
 
 
@@ -178,9 +178,9 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     """Load the weights of a file into a model.
 
     Args:
-        path: as in `load_weights`.
-        model: gets the weights.
-        about: `classes`, if given, is compared with that of the file.
+        path: see `load_weights`.
+        model: the model to load the weights into.
+        about: `classes`, if given, is compared with the classes of the file.
 
     Raises:
         UserError: the weights belong to another model or to other classes.
@@ -197,16 +197,19 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
 
 
 def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Raise UserError if the class names of a file differ from those of the data."""
+    """Raise UserError if the class names of a file and of the data differ."""
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
-        raise UserError(f"{path} was trained for the classes {theirs}; the data has {ours}")
+        raise UserError(
+            f"{path} was trained for the classes {theirs}, but the data contains {ours}; "
+            f"use other weights or data"
+        )
 
 
 def check_flags(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], warn: Callable[[str], None]
 ) -> None:
-    """Compare the flags of a checkpoint with those of this run; warn of changes.
+    """Compare the flags of a checkpoint with the flags of this run; warn of changes.
 
     Raises:
         UserError: the order of the samples would change.
@@ -222,7 +225,7 @@ def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) 
     """Load each part of a run from its state in a checkpoint.
 
     Raises:
-        UserError: a part is missing in the checkpoint, or belongs to another model.
+        UserError: a part is missing from the checkpoint, or belongs to another model.
     """
     for name, part in parts.items():
         try:

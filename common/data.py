@@ -58,7 +58,7 @@ class ImageData:
 
 
 def image_data(name: str, folder: Path) -> ImageData:
-    """Return the dataset that `--dataset` names. Every rank calls this; one per node downloads.
+    """Return the dataset of `--dataset`. Every rank calls this; one rank per node downloads.
 
     Args:
         name: digits, mnist, fashion-mnist, or a folder with idx files (the format of MNIST).
@@ -106,7 +106,7 @@ def _download(name: str, folder: Path) -> None:
 
 
 def _find(root: Path, stem: str) -> Path | None:
-    """Return the idx file: packed or not, `idx3` after a dash or a dot, in a folder of its name."""
+    """Find an idx file, compressed or not, under any of its usual names."""
     name = f"{stem}?idx[13]?ubyte*"
     paths = [*sorted(root.glob(name)), *sorted(root.glob(f"{name}/{name}"))]
     return next((path for path in paths if path.is_file()), None)
@@ -118,7 +118,7 @@ def _read_split(root: Path, split: str) -> tuple[Tensor, Tensor]:
     count, size = len(labels), images.shape[-1]
     if images.shape != (count, size, size) or labels.dim() != 1 or count == 0 or size < 8:
         shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
-        raise UserError(f"{root} has {split} {shapes}; use [N, S, S] and [N] with S from 8")
+        raise UserError(f"{root} has {split} {shapes}; use [N, S, S] and [N] with S >= 8")
     return images, labels
 
 
@@ -126,8 +126,8 @@ def _read_idx(root: Path, stem: str) -> Tensor:
     path = _find(root, stem)
     if path is None:
         raise UserError(
-            f"{root}/{stem}-idx*-ubyte is missing; --dataset is digits, mnist, fashion-mnist, "
-            f"or a folder with four such files"
+            f"{root}/{stem}-idx*-ubyte is missing; use --dataset digits, mnist, fashion-mnist, "
+            f"or a folder with the four idx files"
         )
     data = path.read_bytes()
     try:
@@ -149,13 +149,13 @@ def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
     )
     classes = 1 + max(int(labels.max()) for _, labels in splits)  # either may lack the last class
     if classes < 2:
-        raise UserError(f"{name} has one class only; use images of two or more classes")
+        raise UserError(f"{name} has only one class; use at least two")
     class_names = CLOTHES if name == "fashion-mnist" else [str(label) for label in range(classes)]
     return ImageData(name, train, test, class_names, mean, std)
 
 
 def absent_classes(names: Sequence[str], labels: Iterable[int]) -> str:
-    """Return which classes have no test images, in words; empty if all have some."""
+    """Return a warning about classes without test images, or an empty string."""
     present = set(labels)
     absent = [name for label, name in enumerate(names) if label not in present]
     words = ", ".join(absent[:5] + ["..."] * (len(absent) > 5))
@@ -165,9 +165,9 @@ def absent_classes(names: Sequence[str], labels: Iterable[int]) -> str:
 class DigitNet(nn.Sequential):
     """A small convolutional network: images [N, 1, size, size] to logits [N, classes].
 
-    GroupNorm with one group normalizes each sample by itself, unlike BatchNorm, so the result does
-    not depend on how a batch is split over ranks. GELU and strides are smooth; at the kinks of ReLU
-    and MaxPool two runs that differ in the last bit diverge.
+    GroupNorm with one group normalizes each sample separately, unlike BatchNorm, so the result
+    does not depend on how a batch is split over ranks. GELU and strides are smooth; at the kinks of
+    ReLU and MaxPool, two runs that differ in the last bit diverge.
     """
 
     def __init__(self, size: int, classes: int) -> None:

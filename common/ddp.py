@@ -1,4 +1,4 @@
-"""What DistributedDataParallel leaves to its users."""
+"""Helpers for DistributedDataParallel."""
 
 import hashlib
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def warm_up_buckets(ddp: DistributedDataParallel) -> None:
-    """Let DDP arrange its buckets before the first step. Every rank calls this.
+    """Make DDP arrange its buckets before the first step. Every rank calls this.
 
     After its first backward, DDP rearranges its buckets by the order in which gradients became
     ready. With 3 or more ranks the arrangement decides the order of additions, so that a resumed
@@ -19,9 +19,9 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     happens before the first step of both. The forward of the model is not called: the gradient of
     each parameter comes from its sum. Parameters, buffers and random generators do not change.
 
-    Models for which this cannot work are left alone: those with sparse gradients, a static graph,
-    or hooks on parameters, which would run. On 3 or more ranks they resume with different last
-    bits. Register a communication hook after this call, because it would run, too.
+    Models with sparse gradients, a static graph or parameter hooks (which would run) are skipped.
+    Resumed runs of these models differ in the last bits on 3 or more ranks. Register a
+    communication hook after this call, because it would also run.
     """
     module = ddp.module
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
@@ -43,7 +43,7 @@ class _SumOfParameters(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.named_buffers = module.named_buffers  # DDP would otherwise forget them
+        self.named_buffers = module.named_buffers  # otherwise DDP would lose them
 
     def forward(self, _: Tensor) -> Tensor:
         """Return the sum of all parameters."""
@@ -71,7 +71,7 @@ def parameter_hash(model: Any) -> str:
 def check_replicas(model: nn.Module) -> str:
     """Check that all ranks have the same parameters. Every rank calls this.
 
-    Buffers become those of rank 0, because BatchNorm's statistics differ between ranks.
+    The buffers of rank 0 are copied to all ranks, because BatchNorm's statistics differ.
 
     Returns:
         The parameter hash.

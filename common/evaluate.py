@@ -30,11 +30,11 @@ def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None =
     """Return the rows of all ranks in the order of the data set, [total, ...].
 
     Every rank calls this. `DistributedSampler(shuffle=False)` gives rank r of W the samples
-    r, r + W, r + 2 W, ... and repeats the first samples until all ranks have equally many; the
-    repeats are cut off here.
+    r, r + W, r + 2 W, ... and repeats the first samples so that all ranks have the same number.
+    This function removes the repeats.
 
     Args:
-        rows: of this rank's samples, [ceil(total / W), ...], on the CPU.
+        rows: CPU tensor [ceil(total / W), ...], a row per sample of this rank.
         total: number of samples in the data set.
         group: the W ranks; default: all.
     """
@@ -58,10 +58,10 @@ def evaluate(
         batches: inputs and labels of this rank, from `DistributedSampler(shuffle=False)`.
         total: number of samples in the data set.
         autocast: the context of mixed precision.
-        group: the ranks among which the data set is divided; default: all.
+        group: the ranks that share the data set; default: all.
 
     Raises:
-        UserError: outputs of the model are not finite.
+        UserError: the outputs of the model are not finite.
     """
     model = unwrapped(model)
     broadcast_buffers(model, group)
@@ -96,9 +96,9 @@ def write_predictions(
     """Write one row per sample to a csv file, on rank 0.
 
     Args:
-        path: of the file.
-        class_names: of labels 0, 1, ...
-        evaluation: of the data set.
+        path: the csv file.
+        class_names: names of the labels 0, 1, ...
+        evaluation: result of `evaluate`.
         columns: further columns by name, with one value per sample.
     """
     if dist.get_rank() != 0:

@@ -1,11 +1,11 @@
-"""Report what each rank waits for, after a time-out, a lost connection or SIGUSR1.
+"""Report what each rank is waiting for, after a time-out, a lost connection or SIGUSR1.
 
 Each rank writes OUT/hang/rank-R.json: the line of the program that its main thread executes, and
 its latest collectives from torch's flight recorder. `explain` compares these files.
 
 The recorder is read only in the main thread: reading it while another thread enters a collective
-can end the process. A rank that is blocked inside a collective therefore reports its line at once
-and its collectives after the time-out.
+can crash the process. A rank that is blocked inside a collective therefore reports its line
+immediately and its collectives after the time-out.
 """
 
 import json
@@ -31,11 +31,11 @@ DATA, COMMUNICATION = "torch/utils/data/", ("torch/distributed/", "torch/autogra
 
 
 def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool) -> None:
-    """Write what this rank does to `folder`/rank-R.json.
+    """Write the state of this rank to `folder`/rank-R.json.
 
     Args:
         folder: OUT/hang.
-        frames: of the main thread.
+        frames: stack of the main thread.
         collectives: read the flight recorder; only the main thread may.
     """
     files = [frame.filename for frame in frames]
@@ -96,11 +96,11 @@ def table(reports: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
-    """Return one sentence that says which rank differs from the others.
+    """Return a sentence that names the rank that differs.
 
     Args:
-        reports: as `read_reports` returns them.
-        states: of ranks without a report, for example "is stopped".
+        reports: result of `read_reports`.
+        states: states of the ranks without a report, for example "is stopped".
     """
     difference = _difference(reports)
     if states:
@@ -151,7 +151,7 @@ def _numbers(ranks: Iterable[int]) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return what a process of this machine does that wrote no report."""
+    """Return the state of a process of this machine that wrote no report."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -161,7 +161,7 @@ def process_state(pid: int) -> str:
 
 
 def install(folder: Path) -> int:
-    """Write a report at SIGUSR1, as soon as the main thread executes Python code.
+    """Write a report on SIGUSR1, as soon as the main thread executes Python code.
 
     Returns:
         A file descriptor from which `answer` reads the signals.
@@ -196,7 +196,7 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
     Args:
         folder: OUT/hang.
         error: a time-out, or a lost connection.
-        store: has the host and the process ID of each rank.
+        store: contains the host and the process ID of each rank.
 
     Returns:
         The table of ranks and a sentence, as lines.

@@ -1,7 +1,7 @@
 """A folder of images as bytes, with random crops that can be repeated.
 
-A crop follows from the seed, the epoch and the index of its image. It therefore depends neither
-on the rank or loader worker that reads the image nor on interruptions of the run.
+The seed, the epoch and the index of an image determine its crop, so crops do not depend on ranks,
+loader workers or interruptions.
 """
 
 import os
@@ -34,9 +34,9 @@ class ImageFolder(datasets.ImageFolder):
     The key (epoch, index) returns a random crop; an index returns the center, for evaluation.
 
     Args:
-        root: contains a folder of images per class.
+        root: folder with one subfolder of images per class.
         size: height and width of the images, in pixels.
-        seed: of the random crops.
+        seed: seed of the random crops.
         classes: class names in the order of their labels; default: the folders, sorted.
 
     Raises:
@@ -134,14 +134,15 @@ def _class_folders(root: str | Path) -> dict[str, str]:
     folders: dict[str, str] = {}
     for entry in list(os.scandir(root)):
         if entry.is_symlink() and not Path(entry.path).exists():
-            raise UserError(f"{readable(entry.path)} links to what does not exist; correct it")
+            raise UserError(f"{readable(entry.path)} is a broken link; fix or remove it")
         if entry.is_dir() and not _is_hidden(entry.name):
             name = unicodedata.normalize("NFC", readable(entry.name))
             if name in folders:
                 raise UserError(f"{readable(root)} has {name} in two Unicode forms; merge them")
             folders[name] = os.fspath(entry.path)
     if not folders:
-        raise UserError(f"{readable(root)} has no class folders; expected CLASS/*.jpg in it")
+        root = readable(root)
+        raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.jpg")
     return dict(sorted(folders.items()))
 
 

@@ -59,11 +59,11 @@ def image_loaders(
     class names are `loader.dataset.classes`.
 
     Args:
-        data: contains train/CLASS/* and val/CLASS/*; None is the digits, enlarged.
+        data: folder with train/CLASS/* and val/CLASS/*; default: the digits, enlarged.
         batch_size: samples per replica and step.
         image_size: height and width of the images, in pixels.
-        seed: of the sample order and the crops.
-        workers: loader processes of this rank; -1 is its share of the cores less one.
+        seed: seed of the sample order and the crops.
+        workers: loader processes of this rank; -1 is its number of cores minus one.
         rank: number of this data-parallel replica; default: the rank.
         replicas: number of data-parallel replicas; default: the world size.
         dummy: use random pixels, to measure the speed of training without files.
@@ -71,7 +71,7 @@ def image_loaders(
         timeout: longest wait for a loader worker, in seconds.
 
     Raises:
-        UserError: see `ImageFolder`; or the nodes have different files.
+        UserError: the files differ between nodes; see also `ImageFolder`.
     """
     train: Any
     test: Any
@@ -86,7 +86,8 @@ def image_loaders(
         test = ImageFolder(data / "val", image_size, classes=train.classes)
         _check_same_on_all_ranks(data, train.samples + test.samples)
         if len(train.classes) < 2:
-            raise UserError(f"{readable(data)}/train has one class folder only: {train.classes[0]}")
+            only = f"{readable(data)}/train has only one class folder, {train.classes[0]}"
+            raise UserError(f"{only}; add another class")
         if absent := absent_classes(train.classes, test.targets):
             print0(f"{readable(data)}/val has {absent}")
     loader: Any = functools.partial(
@@ -96,7 +97,7 @@ def image_loaders(
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         timeout=timeout if workers else 0,
-        generator=torch.Generator(),  # the global one belongs to the model, for dropout
+        generator=torch.Generator(),  # the model uses the global generator, for dropout
     )
     sampler = ResumableSampler(train, replicas, rank, seed=seed, drop_last=True)
     shard = DistributedSampler(test, replicas, rank, shuffle=False)
@@ -142,9 +143,9 @@ def _enlarged_digits(size: int) -> list[InMemoryImages]:
 
 
 def _check_same_on_all_ranks(data: Path, samples: Sequence[tuple[str, int]]) -> None:
-    """Check that all nodes have the same files, because labels follow from their names."""
+    """Check that all nodes have the same files, because the folder names determine the labels."""
     files = repr([(path[len(str(data)) :], label) for path, label in samples])
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(files.encode()).digest())
     if len(set(digests)) > 1:
-        raise UserError(f"{readable(data)} has different files on other nodes; copy it to all")
+        raise UserError(f"{readable(data)} differs between nodes; copy the same files to all nodes")

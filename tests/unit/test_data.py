@@ -106,7 +106,7 @@ def test_classes_without_test_images_are_named(tmp_path: Path) -> None:
 
 def test_one_class_is_refused(tmp_path: Path) -> None:
     write(tmp_path, np.zeros(5), np.zeros(5))  # its accuracy would be 1
-    with pytest.raises(UserError, match="has one class only"):
+    with pytest.raises(UserError, match="has only one class"):
         image_data(str(tmp_path), Path("unused"))
 
 
