@@ -1,4 +1,4 @@
-"""Turn a command into ranks. No torch here, so that `--help` answers at once.
+"""Start ranks from a command. This module does not import torch, so that `--help` is fast.
 
 | command | started by |
 |---|---|
@@ -31,8 +31,8 @@ import tyro
 from tyro.conf import arg
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-LOST = 75  # exit code: another process was lost or never arrived
-INIT_METHOD = "INIT_METHOD"  # environment variable: where the ranks of `start` meet
+LOST = 75  # exit code: another process was lost or never joined
+INIT_METHOD = "INIT_METHOD"  # environment variable with the rendezvous of the ranks of `start`
 
 
 class UserError(Exception):
@@ -57,7 +57,7 @@ class RunArgs:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto is bf16 if the device computes it natively, else fp32."""
     deterministic: bool = False
-    """Use repeatable CUDA kernels, which are slower; CPU runs are repeatable anyway."""
+    """Use repeatable CUDA kernels, which are slower; CPU runs are always repeatable."""
     workers: Annotated[int, arg(aliases=["-j"])] = 0
     """Data-loading processes per rank; 0 loads in the rank itself."""
     seed: int = 0
@@ -78,7 +78,7 @@ class RunArgs:
 
 @dataclass(frozen=True)
 class NodeArgs(RunArgs):
-    """The shared flags, and those of pytorch/examples for several nodes."""
+    """The shared flags, and the flags of pytorch/examples for several nodes."""
 
     world_size: Annotated[int, arg(metavar="NODES")] = 1
     """Number of nodes; start the program on each with the same --dist-url."""
@@ -123,7 +123,7 @@ def place(args: RunArgs, local_rank: int) -> Place:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if missing := [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if n not in env]:
             raise UserError(
-                f"RANK and WORLD_SIZE are set but {', '.join(missing)} not; "
+                f"RANK and WORLD_SIZE are set without {', '.join(missing)}; "
                 f"start with torchrun, or unset RANK and WORLD_SIZE"
             )
         here = Place(*(int(env[n]) for n in names), _tcp(env["MASTER_ADDR"], env["MASTER_PORT"]))
@@ -143,8 +143,8 @@ def place(args: RunArgs, local_rank: int) -> Place:
 
 def _slurm_place() -> Place:
     env = os.environ
-    # The first host of gpu[03-05,9],login is gpu03. The port follows from the job, so that two
-    # jobs on one host do not collide.
+    # The first host of gpu[03-05,9],login is gpu03. The port is derived from the job ID, so that
+    # two jobs on one host do not collide.
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
     port = 20_000 + int(env["SLURM_JOB_ID"]) % 10_000
     tasks = [  # per node, from "4(x2),3"
@@ -170,8 +170,8 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
 
     Args:
         args_class: the flags, a frozen dataclass.
-        module: has `main(args)`, which starts ranks, and `main_worker(local_rank, args)`, one of
-            them. It is imported after the flags are read, because it imports torch.
+        module: module with `main(args)`, which starts the ranks, and `main_worker(local_rank,
+            args)`, which runs one. Imported after the flags are read, because it imports torch.
     """
     args = read_args(args_class, module.removesuffix(".train"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
@@ -188,7 +188,7 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
         importlib.import_module(module).main_worker(0, args)
         _exit(0)
     with tempfile.TemporaryDirectory() as folder:
-        # Ranks of one machine meet at a file: a port could be taken, or reached by strangers.
+        # A file, because a port could be taken, or be accessible to other machines.
         os.environ[INIT_METHOD] = f"file://{folder}/rendezvous"
         _start_fork_server(module)
         code = _spawn(importlib.import_module(module), args)
@@ -196,8 +196,8 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
 
 
 def read_args(args_class: type[RunArgs], program: str) -> Any:
-    """Return the command line as an instance of `args_class`; of several ranks, rank 0 reports."""
-    variable = "LOCAL_RANK" if "GROUP_RANK" in os.environ else "RANK"  # a log per torchrun node
+    """Return the command line as an instance of `args_class`; only rank 0 reports errors."""
+    variable = "LOCAL_RANK" if "GROUP_RANK" in os.environ else "RANK"  # one log per torchrun node
     rank = int(os.environ.get(variable) or os.environ.get("SLURM_PROCID", "0"))
     captured = io.StringIO()
     try:
@@ -206,15 +206,15 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
         for name in ("epochs", "batch_size", "nproc", "checkpoint_every", "timeout"):
             if vars(args)[name] <= 0:
                 flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} {vars(args)[name]} must be above 0")
+                raise UserError(f"{flag} {vars(args)[name]} must be positive")
         if isinstance(args, NodeArgs) and not 0 <= args.rank < args.world_size:
-            raise UserError(f"--rank {args.rank} must be from 0 to --world-size - 1")
+            raise UserError(f"--rank {args.rank} must be from 0 to {args.world_size - 1}")
         if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
             raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
         if args.nproc > 1 and launched():
             raise UserError("--nproc has no effect: torchrun or srun started the ranks (see RANK)")
         if len(os.fsencode(tempfile.gettempdir())) > 70 and (args.nproc > 1 or args.workers):
-            raise UserError("TMPDIR has more than 70 bytes, too many for the name of a socket")
+            raise UserError("TMPDIR is too long for a socket (more than 70 bytes); set TMPDIR=/tmp")
         return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))
     except UserError as error:
         captured.write(f"error: {error}\n")
@@ -245,7 +245,7 @@ def one_line_errors() -> Generator[None]:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit without freeing a million Python objects one by one, which takes 1.5 s."""
+    """Exit without freeing all Python objects, which takes 1.5 s."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -258,7 +258,7 @@ def _start_fork_server(module: str) -> None:
     """
     multiprocessing.set_forkserver_preload([module, "torch._dynamo"])
     # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
-    # the ranks. They inherit what is ignored and blocked here.
+    # the ranks. They inherit the ignored and blocked signals.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     resource_tracker.ensure_running()  # before the mask, because it unblocks the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -268,15 +268,15 @@ def _start_fork_server(module: str) -> None:
 
 def _spawn(program: ModuleType, args: RunArgs) -> int:
     """Start the ranks and wait for them; return the exit code of the rank that failed first."""
-    from torch.multiprocessing import ProcessExitedException  # takes seconds, like all of torch
+    from torch.multiprocessing import ProcessExitedException  # importing torch takes seconds
 
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the ranks report
     stopped_at = list[float]()
 
     def forward(signum: int, _: FrameType | None) -> None:
-        """Let the ranks save and exit; a second signal kills them.
+        """Make the ranks save and exit; a second signal kills them.
 
-        Within a second it is the same Ctrl-C, sent by the terminal and by a parent.
+        A signal within one second is the same Ctrl-C, sent by the terminal and by a parent.
         """
         signal_now = signum
         if signum in STOP_SIGNALS:

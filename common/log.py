@@ -1,4 +1,4 @@
-"""Console, progress bar and files of a run. Rank 0 writes them; nothing here communicates."""
+"""Console, progress bar and files of a run. Rank 0 writes them; logging never communicates."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from common.launch import UserError
 
-# What runs write to --out.
+# Files that runs write to --out.
 FILES = {"checkpoints", "metrics.jsonl", "tensorboard", "curves.png", "result.json", "profile"}
 FILES |= {"best.safetensors", "predictions.csv", "model", "samples"}
 
@@ -49,7 +49,7 @@ class Log:
             tqdm.write(f"\033[33m{line}\033[0m" if sys.stderr.isatty() else line, sys.stderr)
 
     def open(self, step: int) -> None:
-        """Open the files: new ones at step 0, else those of the resumed run, up to `step`."""
+        """Open the files: create them at step 0, otherwise continue them from `step`."""
         if not self.active:
             return
         if step == 0:
@@ -60,12 +60,12 @@ class Log:
         (self.out / "metrics.jsonl").write_text(text)
         from torch.utils.tensorboard import SummaryWriter  # takes a second, on rank 0 only
 
-        purge = step + 1 if step else None  # the events from this step on come again
+        purge = step + 1 if step else None  # the run repeats the events from this step on
         self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=purge)
 
     def _move_earlier_run(self) -> None:
-        """Move the files of an earlier run, whose checkpoints would be taken for those of this."""
-        found = [path for path in self.out.glob("*") if path.name in FILES]  # no others of the user
+        """Move the files of an earlier run, so that this run cannot resume from them."""
+        found = [path for path in self.out.glob("*") if path.name in FILES]  # user files stay
         if found:
             numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]
             earlier = self.out / f"earlier.{max(numbers, default=-1) + 1}"
@@ -107,7 +107,7 @@ class Log:
         self._unwritten = []
 
     def close(self, result: Mapping[str, Any]) -> None:
-        """Write what is left, curves.png and result.json."""
+        """Write the remaining values, curves.png and result.json."""
         self._bar.close()
         if self.active:
             self.write()
@@ -126,7 +126,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
 
 def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     """Draw the losses, and below them the other metrics, over the steps."""
-    import matplotlib as mpl  # with pandas 1.5 s, after the training
+    import matplotlib as mpl  # importing it takes 1.5 s with pandas
 
     mpl.use("Agg")
     mpl.rcParams["text.parse_math"] = False  # names may contain dollars

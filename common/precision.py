@@ -15,7 +15,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
     Args:
         precision: fp32, bf16, fp16, or auto: bf16 if the device computes it natively, else fp32.
-        device: of this rank.
+        device: device of this rank.
 
     Raises:
         UserError: bf16 on a GPU that only emulates it.
@@ -27,15 +27,15 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
         names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16")
         native = any(capabilities.get(name) for name in names)
     if precision == "bf16" and device.type == "cuda" and not native:
-        raise UserError("--precision bf16: this GPU does not compute bfloat16; leave it out")
+        raise UserError("--precision bf16 is not supported by this GPU; use --precision fp32")
     name = ("bf16" if native else "fp32") if precision == "auto" else precision
     return torch.autocast(device.type, HALF.get(name), enabled=name in HALF)
 
 
 def set_kernels(deterministic: bool, device: torch.device) -> None:
-    """Choose float32 that is float32 on CUDA, and fast or repeatable kernels.
+    """Disable TF32 on CUDA, and select fast or repeatable kernels.
 
-    By default, cuDNN's convolutions, and they alone, round float32 to TF32.
+    By default, only cuDNN's convolutions round float32 to TF32.
     """
     if device.type != "cuda":
         return

@@ -1,18 +1,18 @@
-"""Turn a process into a rank, and exit as one.
+"""Initialize a rank and report its errors.
 
-`init_distributed` does what a torch program does by hand at its start:
+`init_distributed` runs the usual first lines of a torch program:
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
 
-and names the ranks that are missing. `record` has the name and place of torch's decorator: an
-error is one line per job, and the exit code tells a scheduler what to do.
+and names missing ranks. `record` replaces torch's decorator of that name: an error is one line
+per job, and a scheduler can act on the exit code.
 
 | code | meaning | a scheduler should |
 |---|---|---|
 | 0 | done | |
 | 2 | a mistake of the user | give up |
-| 75 | another process was lost or never arrived | start again |
+| 75 | another process was lost or never joined | start again |
 | 128 + n | stopped by signal n; during training, after a checkpoint | start again |
 | 1 | any other error | start again a few times |
 """
@@ -41,7 +41,7 @@ import torch.distributed as dist
 from common import hang, rendezvous
 from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserError, place
 
-# Words of gloo and NCCL after another process exited or was silent for --timeout.
+# Messages of gloo and NCCL after another process exited or did not respond for --timeout.
 LOST_WORDS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out", "imeout"),
     "wait timeout after",  # for an address in the store, before the ranks are connected
@@ -50,11 +50,11 @@ LOST_WORDS = (
 
 
 class Stopped(BaseException):
-    """A signal stopped the run. It is no `Exception`, because libraries catch those.
+    """A signal stopped the run. It does not derive from `Exception`, because libraries catch those.
 
     Args:
-        signum: of the signal; the exit code is 128 + signum.
-        saved: the checkpoint, in words.
+        signum: number of the signal; the exit code is 128 + signum.
+        saved: message about the checkpoint.
     """
 
     def __init__(self, signum: int, saved: str = "nothing to save") -> None:
@@ -155,7 +155,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(main_worker)
     def recorded(local_rank: int, args: Any) -> Any:
-        faulthandler.enable()  # gloo aborts a rank that receives a message of another size
+        faulthandler.enable()  # gloo aborts a rank that receives a message of an unexpected size
         reports = args.out / "hang"
         watched = (os.getppid(), hang.install(reports), reports)
         threading.Thread(target=_watch, args=watched, daemon=True).start()
@@ -164,19 +164,19 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
         try:
             for signum in STOP_SIGNALS:
                 signal.signal(signum, _stop)
-            # The fork server blocks them; one may have arrived already.
+            # The fork server blocks these signals; one may already be pending.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return main_worker(local_rank, args)
         except (Exception, Stopped) as error:
             received = list[int]()
             for signum in STOP_SIGNALS:  # the launcher now stops all ranks
                 signal.signal(signum, lambda signum, _: received.append(signum))
-            # In case the store's host has exited: its requests may take --timeout.
+            # If the store's host has exited, requests may take --timeout.
             threading.Timer(30, os._exit, (LOST,)).start()
             message, code = _explain(error, reports)
         if rendezvous.joined is None and local_rank > 0:
-            # All ranks of this machine fail alike. Local rank 0 reports; then the launcher stops
-            # this process.
+            # All ranks of this machine fail the same way. Local rank 0 reports; then the launcher
+            # stops this process.
             for signum in STOP_SIGNALS:
                 signal.signal(signum, lambda *_: os._exit(code))
             if received or code > 128:
@@ -199,7 +199,7 @@ def _stop(signum: int, _: FrameType | None) -> None:
 
 
 def _ignore(_: int, __: FrameType | None) -> None:
-    """Ignore a signal; with SIG_IGN, Python would warn of one that is being handled."""
+    """Ignore a signal; with SIG_IGN, Python would warn about a signal that is being handled."""
 
 
 def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
@@ -228,13 +228,13 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
 def _claim_error_report() -> bool:
     """Return True if no other rank has reported an error before; the first error is the cause.
 
-    Under torchrun every node reports, because its log may be that of a pod.
+    Under torchrun every node reports, because each pod has its own log.
     """
     store, own_id = rendezvous.joined, secrets.token_hex(8)
     key = f"error/{os.environ.get('GROUP_RANK', '')}"
     with contextlib.suppress(RuntimeError):
         return store is None or store.compare_set(key, "", own_id) == own_id.encode()
-    return True  # the store's host has exited; rather report twice than not at all
+    return True  # the host of the store has exited: reporting twice is better than not at all
 
 
 def _watch(agent: int, signals: int, reports: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rendezvous: wait until all ranks of a job have joined, and name those that are missing."""
+"""Rendezvous: wait until all ranks of a job have joined, and name missing ranks."""
 
 import contextlib
 import hashlib
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from common.launch import Place, UserError
 
-joined: dist.Store | None = None  # with it, `record` elects the rank that reports an error
+joined: dist.Store | None = None  # `record` uses it to select the rank that reports an error
 
 
 def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
@@ -41,7 +41,7 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
 
 
 def linger(store: dist.Store, rank: int) -> None:
-    """Before the host of a store exits, leave the others a second to find the same error in it."""
+    """Wait one second before the store's host exits, so that other ranks can read the error."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore) and _is_host(rank):

@@ -30,7 +30,7 @@ from common.precision import autocast, set_kernels
 from common.rank import Stopped
 from common.sampler import ResumableSampler
 
-STOP_DELAY = 0.1  # seconds: a signal is noticed after about as long
+STOP_DELAY = 0.1  # seconds: approximate delay until ranks react to a signal
 
 
 class Run:
@@ -41,13 +41,13 @@ class Run:
 
     Args:
         args: the flags.
-        device: of this rank.
+        device: device of this rank.
         what: model and data, printed in the first line.
         replicas: data-parallel replicas, if these are not the ranks.
         about: plain values for the metadata of best.safetensors. `classes`, the names of the
-            classes, is compared with that of weights to resume from.
-        parts: the state of the run by name, with `model` among it. Each part has `state_dict()`,
-            which every rank calls, and `load_state_dict()`; None is left out.
+            classes, is compared with the classes of the weights to resume from.
+        parts: the state of the run by name; `model` is required. Each part has `state_dict()`,
+            which every rank calls, and `load_state_dict()`. Parts that are None are skipped.
 
     Raises:
         UserError: the checkpoint is damaged or does not fit; another run uses --out.
@@ -64,7 +64,7 @@ class Run:
         **parts: Any,
     ) -> None:
         self.args, self.device = args, device
-        self.about = json.loads(json.dumps(about or {}))  # as it is read: lists, no tuples
+        self.about = json.loads(json.dumps(about or {}))  # lists, like after loading
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         set_kernels(args.deterministic, device)
         self.autocast = autocast(args.precision, device)
@@ -72,7 +72,7 @@ class Run:
         ddp = isinstance(parts["model"], DistributedDataParallel)
         names = parts["model"].module.named_parameters() if ddp else ()
         self._frozen = {name: p for name, p in names if not p.requires_grad}
-        self._epoch_random = checkpoint.random_state()  # at the begin of this epoch
+        self._epoch_random = checkpoint.random_state()  # at the start of this epoch
         self.epoch = self.batch = self.step = 0  # batch: number of steps done in this epoch
         self.best: float | None = None
         self.metrics: dict[str, float] = {}
@@ -104,7 +104,7 @@ class Run:
             return
         try:
             self.args.out.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.args.out / "lock").open("a")  # keeps the other run's lines
+            self._lock = (self.args.out / "lock").open("a")  # another run's lines remain
         except OSError as error:
             raise UserError(f"cannot write --out {self.args.out}: {error.strerror}") from None
         try:
@@ -112,7 +112,7 @@ class Run:
         except BlockingIOError:
             raise UserError(f"another run writes to {self.args.out}; use another --out") from None
         except OSError as error:  # a network file system without locks
-            self.warn(f"a second run with this --out would not be noticed: {error.strerror}")
+            self.warn(f"cannot lock --out ({error.strerror}): a second run would go unnoticed")
 
     def _greet(self, what: object, replicas: int | None) -> None:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
@@ -159,7 +159,8 @@ class Run:
         steps = [step for step, *_ in found]
         if len({*steps}) > 1:
             raise UserError(
-                f"the ranks found checkpoints of different steps, {steps}; share --out among nodes"
+                f"the ranks found checkpoints of different steps, {steps}; "
+                f"put --out on a file system that all nodes share"
             )
 
     def _load_checkpoint(self, path: Path, state: Mapping[str, Any]) -> None:
@@ -222,7 +223,10 @@ class Run:
             sampler = loader.sampler
             shuffles = isinstance(sampler, DistributedSampler) and getattr(sampler, "shuffle", True)
             if shuffles and sampler.epoch == 0 < self.epoch:
-                raise UserError("call sampler.set_epoch(epoch): every epoch has the same order")
+                raise UserError(
+                    "every epoch would have the same order; "
+                    "call sampler.set_epoch(epoch) at the start of each epoch"
+                )
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
@@ -295,8 +299,8 @@ class Run:
         """Print and record metrics, keep the best model, and save. Every rank calls this.
 
         Args:
-            metrics: of the whole test set, equal on all ranks.
-            score: best.safetensors has the weights of the epoch with the highest score.
+            metrics: metrics of the whole test set, equal on all ranks.
+            score: best.safetensors contains the weights of the epoch with the highest score.
 
         Returns:
             True if this is the best epoch so far.
@@ -350,7 +354,7 @@ class Run:
         self._signum = signum
 
     def _agreed_signal(self, now: bool = False) -> int:
-        """Return a signal that any rank received, or 0: at the same step, the same on all ranks.
+        """Return a signal that any rank received, or 0; all ranks return the same at a step.
 
         The ranks exchange a small message and read it one step later, so that none waits. If steps
         are short, they do so every few steps.

@@ -10,16 +10,16 @@ from torch.utils.data import DistributedSampler
 class ResumableSampler(DistributedSampler[Any]):
     """A DistributedSampler that can skip samples and yields (epoch, index) pairs.
 
-    The epoch is part of the key because persistent loader workers keep the dataset that they got
-    in the first epoch. They never see `set_epoch`, yet random crops must differ between epochs.
+    The epoch is part of the key because persistent loader workers keep a copy of the dataset from
+    the first epoch. `set_epoch` does not reach them, but random crops must differ between epochs.
     """
 
     _skipped = 0
 
     def skip(self, samples: int) -> None:
-        """Begin the next iteration after this many of this rank's samples.
+        """Skip this many of this rank's samples in the next iteration.
 
-        Later iterations begin at the first sample again.
+        Later iterations start at the first sample.
         """
         self._skipped = samples
 

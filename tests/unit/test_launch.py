@@ -101,8 +101,8 @@ def test_flags(read: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--batch-size", "0"], "error: --batch-size 0 must be above 0"),
-        (["--timeout", "-1"], "error: --timeout -1.0 must be above 0"),
+        (["--batch-size", "0"], "error: --batch-size 0 must be positive"),
+        (["--timeout", "-1"], "error: --timeout -1.0 must be positive"),
         (["--checkpoint-every", "0"], "error: --checkpoint-every 0"),
         (["--nproc", "0"], "error: --nproc 0"),
         (["--world-size", "2", "--rank", "2", "--dist-url", URL], "error: --rank 2 must be"),
