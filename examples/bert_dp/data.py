@@ -57,7 +57,7 @@ class Reviews(Dataset[tuple[str, int]]):
             f"{len(complete) - len(once)} repeated, {len(once) - len(usable)} with both labels"
         )
         if len(usable) < 10 or set(self.labels) != set(ID2LABEL):
-            raise UserError(f"{self.about}; training needs 10 usable rows and both labels")
+            raise UserError(f"{self.about}; training needs at least 10 usable rows and both labels")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -97,7 +97,7 @@ def read_cells(path: Path) -> pandas.DataFrame:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(
             f"{path} is not UTF-8 in line {line}; save it as CSV UTF-8, or convert it: "
-            f"iconv -t UTF-8 -f ENCODING, which is GB18030, BIG5 or UTF-16, for example"
+            f"iconv -f ENCODING -t UTF-8 (for example GB18030, BIG5 or UTF-16)"
         ) from None
     except ValueError as error:
         reason = str(error).strip().split("C error: ")[-1]

@@ -52,7 +52,7 @@ def pretrained(
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
         if kind != "bert":  # folders of 2018 and 2019 do not name it
-            raise UserError(f"--model {folder} contains a {kind}; use a BERT")
+            raise UserError(f"--model {folder} contains a {kind} model; use a BERT model")
         config = BertConfig.from_pretrained(folder, **(LABELS if new_head else {}))
         tokenizer = allow_long_words(BertTokenizer.from_pretrained(folder))
         found: Any = BertForSequenceClassification.from_pretrained(
@@ -64,7 +64,7 @@ def pretrained(
             output_loading_info=True,
         )
     except (OSError, EOFError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        for path in files.values():  # those of other libraries may be pointers
+        for path in files.values():  # files of other libraries may be pointers
             refuse_lfs_pointer(path)
         raise UserError(f"{needs}; one is missing or damaged ({type(error).__name__})") from None
     loaded, info = found
@@ -73,7 +73,7 @@ def pretrained(
     if missing := [name for name in missing if not name.startswith(head)]:
         raise UserError(f"--model {folder} is not a complete BERT: no weights for {min(missing)}")
     if any(parameter.isnan().any() for parameter in loaded.parameters()):
-        raise UserError(f"--model {folder} contains NaN; use weights from before they diverged")
+        raise UserError(f"--model {folder} contains NaN; use weights saved before they diverged")
     rows, positions = config.vocab_size, config.max_position_embeddings
     if len(tokenizer) > rows or max_length > positions:  # embeddings may be padded
         raise UserError(
@@ -102,8 +102,8 @@ def small(
     """Build a BERT of two layers, whose tokens are the characters of the texts.
 
     WordPiece splits a word into its first character c and continuations ##c; a word with an
-    unknown one becomes [UNK]. The tokenizer's own rules define the words: a Chinese character is
-    one, while Korean and Japanese characters and emoji form longer ones.
+    unknown character becomes [UNK]. The tokenizer's rules define the words: a Chinese character is
+    a word, while Korean and Japanese characters and emoji form longer words.
     """
     rules = BertTokenizer(strip_accents=False).backend_tokenizer  # else 한 and が are decomposed
     characters, inside = set[str](), set[str]()

@@ -87,7 +87,7 @@ def train(args: Args) -> None:
         print(f"{reviews.about}; {arguments.world_size} process(es), {arguments.n_gpu} GPU(s) each")
     resume = args.resume and checkpoints.exists()
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if resume else None)
-    trainer.save_model(str(args.out / "model"))  # the best one, which is loaded at the end
+    trainer.save_model(str(args.out / "model"))  # the best checkpoint, which is loaded at the end
     trainer.save_metrics("eval", trainer.evaluate())
 
 

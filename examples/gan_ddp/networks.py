@@ -1,6 +1,6 @@
 """A small generator and a small discriminator, which do not know about ranks.
 
-GroupNorm normalizes each image by itself, so the result does not depend on how a batch is split
+GroupNorm normalizes each image separately, so the result does not depend on how a batch is split
 over ranks, or on whether real and generated images are in one batch.
 """
 

@@ -60,7 +60,7 @@ def send_and_receive(rank: int, world_size: int) -> None:
 
 
 def one_to_all(rank: int, world_size: int) -> None:
-    """Send from rank 0 to all ranks: the same tensor, or one of a list to each rank."""
+    """Send from rank 0 to all ranks: the same tensor, or a different tensor to each rank."""
     value = numbers(rank, 10 * rank)
     before = text(value)
     dist.broadcast(value, src=0)

@@ -57,7 +57,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     torch.manual_seed(args.seed + rank)  # dropout differs; DDP broadcasts rank 0's parameters
     data = image_data(args.dataset, args.data_dir)  # one process per node downloads
     # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. drop_last leaves out samples
-    # that do not fill a global batch, so that all ranks have equally many samples in every step.
+    # that do not fill a global batch, so that all ranks have batches of equal size in every step.
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         data.train,

@@ -8,7 +8,7 @@ from torchvision.models import get_model
 
 from common.launch import UserError
 
-# GroupNorm normalizes each sample by itself. BatchNorm normalizes a micro-batch, so that the model
+# GroupNorm normalizes each sample separately. BatchNorm normalizes a micro-batch, so that the model
 # depends on the numbers of micro-batches and replicas, but not on the number of stages.
 NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 

@@ -88,7 +88,7 @@ def main(batch_size: int = 24, split_size: int = 6, image_size: int = 64) -> Non
     F.mse_loss(output, labels).backward()  # the labels must be where the output is
     print(f"toy: layer1 on {devices[0]}; layer2, output and labels on {output.device}")
     if devices[0] == devices[1]:
-        print(f"both devices are {devices[0]}: here, micro-batches cannot overlap")
+        print(f"both devices are {devices[0]}, so micro-batches cannot overlap")
 
     images = torch.randn(batch_size, 3, image_size, image_size, device=devices[0])
     labels = torch.arange(batch_size, device=devices[1]) % 10

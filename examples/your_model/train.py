@@ -58,7 +58,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     torch.manual_seed(args.seed + rank)  # dropout differs; DDP broadcasts rank 0's parameters
     train_set, test_set = load_data()
     # Rank r gets samples r, r + W, r + 2W, ... of a permutation. drop_last leaves out samples that
-    # do not fill a global batch, so that all ranks have equally many samples in every step.
+    # do not fill a global batch, so that all ranks have batches of equal size in every step.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = DataLoader(
         train_set,

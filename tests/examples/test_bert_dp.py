@@ -196,7 +196,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
         (lambda d: [to_pickle(d, True), file(d / "pytorch_model.bin", "<html>")], "damaged"),
         (lambda d: file(d / "model.safetensors", POINTER), "model.safetensors: it is a git-lfs"),
         (lambda d: file(d / "vocab.txt", POINTER), "vocab.txt: it is a git-lfs"),
-        (lambda d: RobertaConfig().save_pretrained(d), "contains a roberta; use a BERT"),
+        (lambda d: RobertaConfig().save_pretrained(d), "contains a roberta model; use a BERT"),
         (lambda d: change(d / "config.json", vocab_size=8), "no weights for bert.embeddings.word"),
         (
             lambda d: change(d / "config.json", num_hidden_layers=4),

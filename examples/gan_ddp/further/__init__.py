@@ -1,1 +1,1 @@
-"""Programs beside the main one; each runs by itself."""
+"""Programs beside the main one; each runs alone."""

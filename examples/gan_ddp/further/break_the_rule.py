@@ -4,8 +4,8 @@
 
 The rule: a network in DDP does one forward and one backward per step. For each way to train the
 discriminator, this program compares its gradients with the true gradients: the mean over the ranks
-of those of the unwrapped network. It also compares the ranks and counts the bytes that DDP sends.
-With one process, all ways have the same gradients, so a mistake is found late.
+of the gradients of the unwrapped network. It also compares the ranks and counts the bytes that DDP
+sends. With one process, all ways have the same gradients, so the mistake goes unnoticed.
 """
 
 import copy
@@ -107,7 +107,7 @@ def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
 
 
 def main_worker(rank: int, rendezvous: str) -> None:
-    """Try all ways, without buffers and with those of BatchNorm."""
+    """Try all ways, without buffers and with the buffers of BatchNorm."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
     for norm in (nn.GroupNorm(1, 64), nn.BatchNorm2d(64)):

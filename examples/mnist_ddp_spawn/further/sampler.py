@@ -21,7 +21,7 @@ def main(nproc: int = 3, samples: int = 10) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no socket that other machines can reach
     with tempfile.TemporaryDirectory() as folder:
         init_method = f"file://{folder}/rendezvous"  # or tcp://127.0.0.1:PORT, any free port
-        mp.spawn(main_worker, (nproc, init_method, samples), nproc)  # the rank comes first
+        mp.spawn(main_worker, (nproc, init_method, samples), nproc)  # the rank is prepended
 
 
 def main_worker(rank: int, world_size: int, init_method: str, samples: int) -> None:
@@ -64,7 +64,7 @@ def evaluation(samples: int) -> None:
     show("evaluation: each rank predicts 10 * index for its samples", indices)
     predictions = 10 * torch.tensor(indices)
     shards = [torch.empty_like(predictions) for _ in range(world_size)]
-    dist.all_gather(shards, predictions)  # all ranks have equally many, thanks to the repeats
+    dist.all_gather(shards, predictions)  # equal lengths, because samples are repeated
     ordered = torch.stack(shards, dim=1).flatten()[:samples]  # row k of rank r is k * W + r
     show("in dataset order, without the repeats, on every rank", ordered.tolist())
 
