@@ -15,6 +15,8 @@ from common.launch import UserError
 from .data import ID2LABEL, refuse_lfs_pointer
 
 LABELS: Any = {"id2label": ID2LABEL, "label2id": {name: label for label, name in ID2LABEL.items()}}
+# Longer words become [UNK]. A sentence in Thai is one word; the default, 100 characters, is short.
+LONGEST_WORD = 1_000_000
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 logging.disable_progress_bar()
@@ -54,7 +56,8 @@ def pretrained(
         if kind != "bert":  # folders of 2018 and 2019 do not name it
             raise UserError(f"--model {folder} contains a {kind} model; use a BERT model")
         config = BertConfig.from_pretrained(folder, **(LABELS if new_head else {}))
-        tokenizer = allow_long_words(BertTokenizer.from_pretrained(folder))
+        tokenizer = BertTokenizer.from_pretrained(folder)
+        tokenizer.backend_tokenizer.model.max_input_chars_per_word = LONGEST_WORD
         found: Any = BertForSequenceClassification.from_pretrained(
             folder,
             config=config,
@@ -87,15 +90,6 @@ def pretrained(
     return model, tokenizer
 
 
-def allow_long_words(tokenizer: BertTokenizer) -> BertTokenizer:
-    """Split words of any length; the default is [UNK] for more than 100 characters.
-
-    A sentence in Thai is one word. Files of the tokenizer do not keep this setting.
-    """
-    tokenizer.backend_tokenizer.model.max_input_chars_per_word = 1_000_000
-    return tokenizer
-
-
 def small(
     texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
@@ -114,7 +108,7 @@ def small(
     tokens = SPECIAL_TOKENS + sorted(characters) + [f"##{c}" for c in sorted(inside)]
     numbers = {token: number for number, token in enumerate(tokens)}
     tokenizer = BertTokenizer(numbers, strip_accents=False, model_max_length=max_length)
-    allow_long_words(tokenizer)
+    tokenizer.backend_tokenizer.model.max_input_chars_per_word = LONGEST_WORD
     config = BertConfig(
         vocab_size=len(tokens),
         hidden_size=128,
