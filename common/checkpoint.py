@@ -159,13 +159,13 @@ def load_weights(
         found = load(path)
         if isinstance(found, dict):
             about = found.get("about", {}) if "parts" in found else {}
-            found = found.get("parts", found)  # of a checkpoint of this project
+            found = found.get("parts", found)  # from a checkpoint of this project
             keys = ("ema", "state_dict", "model_state_dict", "model")
             found = next((found[key] for key in keys if key in found), found)
     if not isinstance(found, dict) or not any(isinstance(v, Tensor) for v in found.values()):
         raise UserError(f"{path} contains no weights; expected a state dict: tensors by name")
     weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    weights.pop("n_averaged", None)  # of AveragedModel
+    weights.pop("n_averaged", None)  # added by AveragedModel
     for prefix in 2 * WRAPPERS:
         if weights.keys().isdisjoint(names) and all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}

@@ -32,7 +32,7 @@ class ImageData:
     train: TensorDataset
     test: TensorDataset
     class_names: list[str]
-    mean: float  # of the training pixels, from 0 to 1; MNIST: 0.1307
+    mean: float  # mean of the training pixels, from 0 to 1; MNIST: 0.1307
     std: float  # standard deviation; MNIST: 0.3081
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ def parameter_hash(model: Any) -> str:
     """Return the SHA-256 of all parameters and buffers, in the order of their names."""
     digest = hashlib.sha256()
     for name, value in sorted(unwrapped(model).state_dict().items()):
-        if isinstance(value, Tensor):  # not the extra state of a module
+        if isinstance(value, Tensor):  # otherwise the extra state of a module
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(name.encode() + data.numpy().tobytes())
     return digest.hexdigest()

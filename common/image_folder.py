@@ -116,7 +116,7 @@ def decode(path: str | Path) -> Tensor:
         reason = describe(Path(path)) if isinstance(error, UnidentifiedImageError) else error
         raise UserError(f"cannot decode {readable(path)}: {reason}") from None
     image = image[0] if image.dim() == 4 else image  # the first frame of an animation
-    return F.to_dtype(image, torch.uint8, scale=True)  # from 16 bits per color
+    return F.to_dtype(image, torch.uint8, scale=True)  # reduces 16 bits per color to 8
 
 
 def center_crop(size: int) -> v2.Compose:

@@ -36,7 +36,7 @@ INIT_METHOD = "INIT_METHOD"  # environment variable with the rendezvous of the r
 
 
 class UserError(Exception):
-    """A mistake of the user, in one line: what is wrong with the value, then the fix.
+    """A user mistake, in one line: what is wrong with the value, then the fix.
 
     It is printed once per job, without a traceback; every rank exits with code 2.
     """

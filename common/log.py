@@ -30,7 +30,7 @@ class Log:
 
     def __init__(self, out: Path, active: bool) -> None:
         self.out, self.active = out, active
-        self.points: list[dict[str, Any]] = []  # of the whole run, for the curves
+        self.points: list[dict[str, Any]] = []  # values of the whole run, for the curves
         self._unwritten: list[dict[str, Any]] = []
         self._events: Any = None
         tqdm.set_lock(threading.RLock())  # the default semaphore outlives a killed process

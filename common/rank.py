@@ -50,7 +50,7 @@ LOST_WORDS = (
 
 
 class Stopped(BaseException):
-    """A signal stopped the run. It does not derive from `Exception`, because libraries catch those.
+    """A signal stopped the run. It does not derive from `Exception`, which libraries catch.
 
     Args:
         signum: number of the signal; the exit code is 128 + signum.
@@ -209,7 +209,7 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
         error: the error.
         reports: folder of the hang reports.
     """
-    if isinstance(error, UserError):  # of a loader worker, it is the last line of a traceback
+    if isinstance(error, UserError):  # a loader worker's error ends a traceback
         return f"error: {str(error).splitlines()[-1].split('UserError: ')[-1]}", 2
     if isinstance(error, Stopped):
         return str(error), 128 + error.signum

@@ -77,8 +77,8 @@ class Run:
         self.best: float | None = None
         self.metrics: dict[str, float] = {}
         self.flags = json.loads(json.dumps(asdict(args), default=str))  # plain values
-        self._losses: list[Tensor] = []  # of the latest steps, not yet averaged over the ranks
-        self._loss_sum, self._loss_count = 0.0, 0  # of this epoch
+        self._losses: list[Tensor] = []  # losses of the latest steps on this rank
+        self._loss_sum, self._loss_count = 0.0, 0  # losses of this epoch
         self._epochs, self._speed = args.epochs, 0.0
         self._began = time.perf_counter()
         self._log = Log(args.out, active=self.rank == 0)
@@ -199,7 +199,7 @@ class Run:
     # ---------------------------------------------------------------------------------- the loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the remaining epochs, from the one in which a resumed run was interrupted."""
+        """Yield the remaining epochs; a resumed run starts in the interrupted epoch."""
         self._epochs = count
         while self.epoch < count:
             epoch = self.epoch
@@ -306,7 +306,7 @@ class Run:
             True if this is the best epoch so far.
         """
         self._average_losses()
-        metrics = {name: float(value) for name, value in metrics.items()}  # also of NumPy
+        metrics = {name: float(value) for name, value in metrics.items()}  # also from NumPy
         best = self.best is None or score > self.best
         self.metrics, self.best = metrics, float(score) if best else self.best
         names = {name: "loss/test" if name == "loss" else f"test/{name}" for name in metrics}
