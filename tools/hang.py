@@ -1,4 +1,4 @@
-"""Show what each rank of a live run is doing, and which rank the others wait for.
+"""Show what each rank of a live run is doing, and which rank the other ranks wait for.
 
     python -m tools.hang runs/NAME    # --out of the run
 

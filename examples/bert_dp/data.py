@@ -39,7 +39,7 @@ class Reviews(Dataset[tuple[str, int]]):
         names, needed = cells.iloc[0].tolist(), ["label", "review"]
         if any(names.count(name) != 1 for name in needed):
             raise UserError(
-                f"{path} has the columns {', '.join(names)}; it needs one label and one review, "
+                f"{path} has the columns {', '.join(names)}; expected a label and a review, "
                 f"separated by commas"
             )
         table = cells.iloc[1:, [names.index(name) for name in needed]].set_axis(needed, axis=1)

@@ -1,4 +1,4 @@
-"""The flags of imagenet_ddp: those of pytorch/examples `imagenet/main.py`, and a few more."""
+"""The flags of imagenet_ddp: the flags of pytorch/examples `imagenet/main.py`, and a few more."""
 
 from dataclasses import dataclass
 from pathlib import Path

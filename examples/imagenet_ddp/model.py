@@ -113,7 +113,7 @@ def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
     if not steps_per_epoch:
         raise UserError(f"--batch-size {args.batch_size} exceeds the training set; reduce it")
     if args.start_epoch >= args.epochs:
-        raise UserError(f"--start-epoch {args.start_epoch} is not below --epochs {args.epochs}")
+        raise UserError(f"--start-epoch {args.start_epoch} must be below --epochs {args.epochs}")
     start, total = args.start_epoch * steps_per_epoch, args.epochs * steps_per_epoch
     warm_up = min(steps_per_epoch, total // 2)
 

@@ -55,8 +55,8 @@ def recursive_doubling(tensor: Tensor) -> None:
 def average_each_gradient(model: nn.Module) -> None:
     """Replace each gradient by its mean over the ranks. Every rank calls this, after backward.
 
-    This is the loop of most tutorials. Its many short messages are slower than the long one of
-    `average_gradients` in train.py.
+    This is the loop of most tutorials. Its many short messages are slower than the long
+    message of `average_gradients` in train.py.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:

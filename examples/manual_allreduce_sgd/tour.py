@@ -118,7 +118,7 @@ def wait(rank: int, world_size: int) -> None:
 
 
 def refused(rank: int, world_size: int) -> None:
-    """Try calls that raise on every rank. If only one rank raised, the others would wait for it."""
+    """Try calls that raise on every rank. If only one rank raised, the others would wait."""
     sizes = [torch.empty(1 + peer) for peer in range(world_size)]
     column = torch.empty(2, 2)[:, 0]
     new_group: Any = dist.new_group

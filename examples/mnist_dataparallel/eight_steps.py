@@ -133,7 +133,7 @@ def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Return the module itself for the first device, and copies for the others.
+    """Return the module itself for the first device, and copies for the other devices.
 
     Parameters and buffers are copied in each iteration. Changes of a copy are lost, so BatchNorm
     keeps the statistics of the first chunk only.
@@ -143,7 +143,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 @torch.no_grad()
 def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
-    """Add the gradients of all replicas to those of the first replica, in order."""
+    """Add the gradients of all replicas to the first replica's gradients, in order."""
     for parameter, *copies in zip(*(replica.parameters() for replica in replicas), strict=True):
         for gradient in (each.grad for each in copies if each.grad is not None):
             moved = gradient.to(parameter.device)

@@ -61,8 +61,8 @@ def main_worker(local_rank: int, args: Args) -> None:
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         data.train,
-        batch_size=local_batch_size(args.batch_size, world_size),  # of this process
-        sampler=sampler,  # which shuffles
+        batch_size=local_batch_size(args.batch_size, world_size),  # batch size of this process
+        sampler=sampler,  # shuffles
         drop_last=True,
         num_workers=args.workers,
         worker_init_fn=None,  # is called in each worker, which torch has seeded
@@ -115,6 +115,6 @@ def report(evaluation: Evaluation) -> dict[str, float]:
     metrics = dict(zip(("precision", "recall", "f1"), map(float, macro[:3]), strict=True))
     scores = evaluation.scores.numpy()
     if len(set(targets)) == scores.shape[1]:
-        scores = scores[:, 1] if scores.shape[1] == 2 else scores  # as scikit-learn wants them
+        scores = scores[:, 1] if scores.shape[1] == 2 else scores  # for scikit-learn
         metrics["auc"] = float(roc_auc_score(targets, scores, multi_class="ovr"))
     return metrics

@@ -21,9 +21,9 @@ Time: in both, a stage works for 2 M columns and waits for 2 (P - 1). The idle f
 bubble, is (P - 1) / (M + P - 1): more micro-batches shrink it. They also make each matrix product
 smaller and therefore less efficient, so the best M has to be measured.
 
-Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps those of all
-M. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards before B0. M can then
-grow without more memory.
+Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps the
+activations of all M. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards
+before B0. M can then grow without more memory.
 
 Both add up the same gradients in the order of the micro-batches. A step therefore trains the same
 model as the un-split network that accumulates gradients over micro-batches.
@@ -166,7 +166,7 @@ class Pipeline(nn.Module):
         return y
 
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
-        """Add the gradients of a micro-batch to those of the parameters and to `x.grad`."""
+        """Add the gradients of a micro-batch to the parameters' gradients and to `x.grad`."""
         with torch.autocast(self.device.type, enabled=False):  # backward uses the forward's types
             y.backward(gradient)
 

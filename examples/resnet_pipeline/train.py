@@ -43,7 +43,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo
     stages = args.stages or dist.get_world_size()
     if dist.get_world_size() % stages:
-        raise UserError(f"--stages {stages} does not divide the {dist.get_world_size()} ranks")
+        raise UserError(f"--stages {stages} does not divide {dist.get_world_size()} ranks")
     mesh = make_mesh(device.type, stages, args.timeout)  # [dp, pp]: replicas x stages
     replicas, replica_group = mesh.size(0), mesh.get_group("dp")
     train_loader, test_loader = load_images(args, mesh)
@@ -68,14 +68,14 @@ def main_worker(local_rank: int, args: Args) -> None:
 
     for epoch in run.epochs(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # without this, every epoch has the same order
-        for pixels, labels in run.steps(train_loader):  # of a replica, the same on all its stages
+        for pixels, labels in run.steps(train_loader):  # equal on all stages of a replica
             images = normalize(pixels, device, torch.channels_last)  # [B / D, 3, H, W]
             optimizer.zero_grad()
             with run.autocast:  # around all micro-batches: weights are cast once per step
                 loss = pipeline.step(images, labels.to(device, non_blocking=True))
             if replicas > 1:
                 averaged = [p.grad for p in stage.parameters() if p.grad is not None]
-                averaged += [b for b in stage.buffers() if b.is_floating_point()]  # of BatchNorm
+                averaged += [b for b in stage.buffers() if b.is_floating_point()]  # BatchNorm's
                 all_reduce_mean(averaged, replica_group)
             optimizer.step()
             run.log(loss * stages)  # Run averages over all ranks; only last stages have a loss

@@ -35,7 +35,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Return 426 tumors to train on and 143 to test on."""
     rows, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
     test = torch.arange(len(labels)) % 4 == 0
-    rows = ((rows - rows[~test].mean(0)) / rows[~test].std(0)).float()  # not of the test set
+    rows = ((rows - rows[~test].mean(0)) / rows[~test].std(0)).float()  # training statistics
     return TensorDataset(rows[~test], labels[~test]), TensorDataset(rows[test], labels[test])
 
 

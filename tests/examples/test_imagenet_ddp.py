@@ -256,7 +256,7 @@ def test_newest_pretrained_weights() -> None:
         ("-b 68", "--batch-size 68 exceeds the training set"),
         ("-a resnet19", "torchvision has no model resnet19; try resnet"),
         ("--sync-bn", "--sync-bn needs CUDA"),
-        ("--start-epoch 2", "--start-epoch 2 is not below --epochs 2"),
+        ("--start-epoch 2", "--start-epoch 2 must be below --epochs 2"),
         ("-e", "--evaluate needs weights"),
         ("-e --resume auto", "checkpoints is empty"),
     ],

@@ -1,1 +1,1 @@
-"""Programs beside the subject of bert_dp."""
+"""Further programs for bert_dp."""

@@ -24,7 +24,7 @@ class Args:
     csv: Path = REVIEWS
     """Reviews with the columns label (0 or 1) and review."""
     seeds: int = 5
-    """Number of splits: those of --seed 0, 1, ... in the other programs."""
+    """Number of splits; they equal the splits of --seed 0, 1, ... in the other programs."""
 
 
 def main(args: Args) -> None:

@@ -40,7 +40,7 @@ class Buckets:
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect)
         self.ready = set[nn.Parameter]()  # parameters whose gradient is computed in this step
-        self.sent: list[tuple[Tensor, dist.Work]] = []  # of this step, in the order of the buckets
+        self.sent: list[tuple[Tensor, dist.Work]] = []  # messages of this step, in bucket order
         self.overlapped = 0  # number of buckets that were sent during the last backward
 
     def _collect(self, parameter: nn.Parameter) -> None:

@@ -49,7 +49,7 @@ def make_manager(replica: int, store: dist.TCPStore, parts: dict[str, Any], ligh
         replica_id=f"replica_{replica}",
         store_addr="127.0.0.1",
         store_port=store.port,
-        rank=0,  # of this process in its replica
+        rank=0,  # rank of this process in its replica
         world_size=1,
         lighthouse_addr=lighthouse,
         hostname="127.0.0.1",

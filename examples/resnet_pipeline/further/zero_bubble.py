@@ -55,7 +55,7 @@ class ZeroBubblePipeline(Pipeline):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.micro = 0  # the micro-batch of the action that runs
-        # By micro-batch: layer, input, edge of the output in the graph (after I: its gradient).
+        # Per micro-batch: layer, input, edge of the output in the graph (after I: its gradient).
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
         layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
         for layer in layers:
