@@ -191,7 +191,7 @@ def answer(descriptor: int, folder: Path) -> None:
 
 
 def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> list[str]:
-    """Report this rank, ask the other ranks of this machine, and explain what differs.
+    """Report this rank, request reports of other ranks on this machine, and compare them.
 
     Args:
         folder: OUT/hang.
@@ -207,7 +207,7 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
     began = time.time() - 2  # ranks time out within two seconds
     write_report(folder, traceback.extract_tb(error.__traceback__), collectives=True)
     try:
-        states = _ask_others(store)
+        states = _request_reports(store)
     except RuntimeError:
         return ["rank 0, which hosts the store, has exited"]
     reports = read_reports(folder, since=began)
@@ -216,8 +216,8 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
     return [*table(reports), explain(reports, states)]
 
 
-def _ask_others(store: dist.Store) -> dict[int, str]:
-    """Ask the ranks of this machine that have not reported; return the states of all of them."""
+def _request_reports(store: dist.Store) -> dict[int, str]:
+    """Signal the ranks of this machine that have not reported; return their states."""
     store.set(f"reported/{os.environ['RANK']}", "")
     time.sleep(1)
     states = {}

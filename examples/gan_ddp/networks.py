@@ -1,4 +1,4 @@
-"""A small generator and a small discriminator, which do not know about ranks.
+"""A small generator and a small discriminator, without code for ranks.
 
 GroupNorm normalizes each image separately, so the result does not depend on how a batch is split
 over ranks, or on whether real and generated images are in one batch.

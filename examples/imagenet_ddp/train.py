@@ -39,7 +39,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # one line per error and job, and an exit code for schedulers
+@record  # prints one line per error and job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)  # dist.init_process_group, and the device

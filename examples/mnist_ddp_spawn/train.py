@@ -40,7 +40,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job; the exit code tells the cause
+@record  # prints one line per error and job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train in one process of the job."""
     here = place(args, local_rank)  # rank = node * processes per node + local rank

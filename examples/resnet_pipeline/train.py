@@ -37,7 +37,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job; the exit code says what happened
+@record  # prints one line per error and job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train one stage of one replica."""
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo

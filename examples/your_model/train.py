@@ -39,7 +39,7 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(rows[~test], labels[~test]), TensorDataset(rows[test], labels[test])
 
 
-# 2. YOUR MODEL: it does not know about ranks.
+# 2. YOUR MODEL: it contains no code for ranks.
 def build_model() -> nn.Module:
     """Return a network from rows [B, 30] to logits [B, 2]."""
     return nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, len(CLASSES)))
@@ -50,7 +50,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job; the exit code says what happened
+@record  # prints one line per error and job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo

@@ -49,7 +49,7 @@ def load_data() -> tuple[TensorDataset, Tensor, int]:
     return TensorDataset(samples[~test]), samples[test], len(vocabulary)
 
 
-# 2. YOUR MODEL: it does not know about ranks.
+# 2. YOUR MODEL: it contains no code for ranks.
 class GPT(nn.Module):
     """Predict each next character: token IDs [B, T] to logits [B, T, vocab_size]."""
 
