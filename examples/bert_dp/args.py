@@ -22,7 +22,7 @@ class TextArgs:
     model: str = "small"
     """Folder of a pretrained BERT, such as bert-base-chinese, or small: two untrained layers."""
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
-    """Longest input; the end of a longer review is cut off."""
+    """Longest input in tokens; longer reviews are truncated."""
     lr: float = 0.0
     """Peak learning rate; 0 is 2e-5 for a pretrained BERT and 5e-4 for the small one."""
 

@@ -28,7 +28,7 @@ class Reviews(Dataset[tuple[str, int]]):
 
     Attributes:
         rows: row of each review in the file, from 1 below the header.
-        about: number of rows left out, in words.
+        about: summary of the rows that are left out.
 
     Raises:
         UserError: the file is not such a table.

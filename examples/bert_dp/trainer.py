@@ -71,7 +71,7 @@ def train(args: Args) -> None:
         use_cpu=not cuda,  # otherwise, processes on CPUs would not join a process group
         dataloader_pin_memory=cuda,
         ddp_find_unused_parameters=False,  # all parameters are used, and the search takes time
-        average_tokens_across_devices=False,  # otherwise, the loss is multiplied by the processes
+        average_tokens_across_devices=False,  # otherwise, the loss is scaled by the world size
         report_to="none",
         seed=args.seed,
     )

@@ -84,12 +84,12 @@ def main_worker(local_rank: int, args: Args) -> None:
 
             with run.autocast:
                 fake = generator(noise).float()  # the generator's one forward
-                # The discriminator's one forward. Its loss does not reach the generator.
+                # The only forward of the discriminator. Its loss does not reach the generator.
                 logits = discriminator(torch.cat([real, fake.detach()])).float()  # [2 B / W]
             on_real, on_fake = logits.split(local_batch)
             loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
             optimizer_d.zero_grad()
-            loss.backward()  # the discriminator's one backward: DDP averages its gradients
+            loss.backward()  # the only backward of the discriminator: DDP averages its gradients
             optimizer_d.step()
 
             # Unwrapped and frozen: DDP would send gradients of the discriminator that are unused.

@@ -26,7 +26,7 @@ class Args(NodeArgs):
     epochs: Annotated[int, arg(metavar="N")] = -1
     """Passes over the training set; -1 is 90, or 6 with the digits."""
     start_epoch: Annotated[int, arg(metavar="N")] = 0
-    """Begin a new run with the sample order and learning rate of this epoch."""
+    """Start a new run with the sample order and learning rate of this epoch."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = -1
     """GLOBAL batch size in images; -1 is 256, or 96 with the digits."""
     accumulate: int = 1
@@ -34,9 +34,9 @@ class Args(NodeArgs):
     image_size: Annotated[int, arg(metavar="PIXELS")] = -1
     """Height and width of the crops; -1 is 224, or 32 with the digits."""
     workers: Annotated[int, arg(aliases=["-j"])] = -1
-    """Data-loading processes per rank; -1 is its share of the cores less one, at most 16."""
+    """Data-loading processes per rank; -1 is its number of cores minus one, at most 16."""
     lr: Annotated[float, arg(aliases=["--learning-rate"])] = -1.0
-    """Highest learning rate; -1 is 0.1, the usual one for a batch of 256; 0.02 with the digits."""
+    """Highest learning rate; -1 is 0.1, as usual for batch 256, or 0.02 with the digits."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4
@@ -44,7 +44,7 @@ class Args(NodeArgs):
     ema: Annotated[float, arg(metavar="DECAY")] = 0.0
     """Evaluate an exponential moving average of the weights; 0 is off."""
     sync_bn: bool = False
-    """Let BatchNorm normalize over the batches of all ranks; CUDA only."""
+    """Make BatchNorm normalize over the batches of all ranks; CUDA only."""
     compile: bool = False
     """Compile the model with torch.compile."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # ty: ignore

@@ -130,7 +130,7 @@ class ExponentialAverage(AveragedModel):
     """torch's exponential moving average of weights, without a host wait per step on a GPU.
 
     In each update, torch copies the number of updates to the device and waits for the copy. The
-    average begins with the weights after the first step; `decay` of it remains in a step.
+    average starts with the weights after the first step; a step keeps `decay` of it.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -65,7 +65,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         sampler=sampler,  # shuffles
         drop_last=True,
         num_workers=args.workers,
-        worker_init_fn=None,  # is called in each worker, which torch has seeded
+        worker_init_fn=None,  # called in each worker after torch has seeded it
         pin_memory=cuda,  # for copies that do not block
     )
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))

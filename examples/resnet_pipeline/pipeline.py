@@ -73,7 +73,7 @@ def make_mesh(device_type: str, stages: int, timeout: float) -> DeviceMesh:
 
 
 def new_group(rows: Tensor, timeout: float) -> dist.ProcessGroup:
-    """Make a process group of each row of ranks; return that of this rank. All ranks call this."""
+    """Make a process group of each row of ranks; return this rank's group. All ranks call this."""
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -137,7 +137,7 @@ class Pipeline(nn.Module):
         return self.loss
 
     def execute(self, action: Action) -> None:
-        """Receive what an action needs, compute, and begin to send the result."""
+        """Receive what an action needs, compute, and start to send the result."""
         kind, micro = action
         if kind == "F":
             x = self.images[micro] if self.first else self.receive(len(self.labels[micro]))
@@ -151,7 +151,7 @@ class Pipeline(nn.Module):
             if not self.first:
                 assert x.grad is not None
                 self.send(action, x.grad)
-            # The next stage has received the activations, since their gradient is back. Waiting
+            # The next stage has received the activations, as their gradient has arrived. Waiting
             # for an earlier gradient limits the memory of unsent gradients.
             self.finish_sending(Action("F", micro), Action("B", micro - 2))
 
@@ -189,7 +189,7 @@ class Pipeline(nn.Module):
         return shared[0].to(self.device)
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Begin to send the result of an action, while the next action computes."""
+        """Start to send the result of an action, while the next action computes."""
         forward = action.kind == "F"
         group, stage = (self.activations, 1) if forward else (self.gradients, -1)
         stage += self.index

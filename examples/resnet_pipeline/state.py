@@ -1,7 +1,7 @@
 """The state of the un-split model and of its optimizer, by parameter name, gathered on rank 0.
 
 Checkpoints therefore do not depend on the cuts: a run with 2 stages continues with 3 or with 1. The
-whole state must fit into the memory of rank 0; `torch.distributed.checkpoint` does not need that.
+whole state must fit into the memory of rank 0; `torch.distributed.checkpoint` avoids this.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class WholeModel:
-    """The parameters and buffers of all stages of a pipeline; `stage` is that of this rank."""
+    """The parameters and buffers of all stages of a pipeline; `stage` is the stage of this rank."""
 
     def __init__(self, stage: nn.Module, pipe: dist.ProcessGroup) -> None:
         self.stage, self.pipe = stage, pipe

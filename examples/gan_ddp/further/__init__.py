@@ -1,1 +1,1 @@
-"""Programs beside the main one; each runs alone."""
+"""Further programs; each runs alone."""

@@ -28,7 +28,7 @@ class Buckets:
     Every rank creates one with the same model, and calls `wait` after each backward.
 
     Args:
-        model: its parameters that are unused in a step get zeros as gradients.
+        model: parameters that are unused in a step get zero gradients.
         bucket_bytes: size at which a bucket is closed; DDP's default is 25 MB.
     """
 
@@ -44,11 +44,11 @@ class Buckets:
         self.overlapped = 0  # number of buckets that were sent during the last backward
 
     def _collect(self, parameter: nn.Parameter) -> None:
-        """Note that a gradient is ready, and send all buckets that are now complete."""
+        """Record that a gradient is ready, and send all complete buckets."""
         if parameter in self.ready:  # its bucket may be sent already; DDP also raises
             raise RuntimeError(f"a gradient {list(parameter.shape)} became ready twice in a step")
         self.ready.add(parameter)
-        # All ranks must send the buckets in the same order, whatever becomes ready first.
+        # All ranks must send the buckets in the same order, even if another bucket is ready first.
         while len(self.sent) < len(self.buckets) and self.ready.issuperset(
             self.buckets[len(self.sent)]
         ):

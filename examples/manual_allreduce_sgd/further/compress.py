@@ -3,7 +3,7 @@
     python -m examples.manual_allreduce_sgd.further.compress --nproc 2
 
 Each rank keeps the difference between its gradient and what it sent, and adds it to its next
-gradient, so that nothing is lost for good (error feedback, https://arxiv.org/abs/1901.09847).
+gradient, so that nothing is lost permanently (error feedback, https://arxiv.org/abs/1901.09847).
 """
 
 from pathlib import Path

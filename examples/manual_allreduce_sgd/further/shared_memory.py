@@ -74,7 +74,7 @@ def compare(memory: SharedMemory) -> None:
 
 
 def main(nproc: int = 2, megabytes: int = 16) -> None:
-    """Compare the time of a sum in shared memory with that of messages."""
+    """Compare the time of a sum in shared memory and with messages."""
     launch(compare, nproc, SharedMemory(nproc, megabytes << 18))
 
 

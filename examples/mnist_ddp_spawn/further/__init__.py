@@ -1,1 +1,1 @@
-"""Programs beside mnist_ddp_spawn; train.py does not need them."""
+"""Further programs; train.py does not need them."""

@@ -1,1 +1,1 @@
-"""Programs beside the subject; each runs alone."""
+"""Further programs; each runs alone."""

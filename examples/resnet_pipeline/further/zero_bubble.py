@@ -70,7 +70,7 @@ class ZeroBubblePipeline(Pipeline):
             self.calls[self.micro].append(call)
 
     def execute(self, action: Action) -> None:
-        """Execute an action: I has the messages of B, and W has none."""
+        """Execute an action: I communicates like B, and W does not communicate."""
         self.micro = action.micro
         if action.kind == "W":
             self.compute_weights(action.micro)

@@ -1,1 +1,1 @@
-"""Programs beside the template: a language model, and a model sharded with FSDP2."""
+"""Further programs: a language model, and a model sharded with FSDP2."""
