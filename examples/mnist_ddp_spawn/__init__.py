@@ -1,1 +1,1 @@
-"""DistributedDataParallel on digits; every distributed step is in train.py."""
+"""DistributedDataParallel on digits; every step of the training is in train.py."""

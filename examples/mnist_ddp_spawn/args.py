@@ -1,4 +1,4 @@
-"""The flags of mnist_ddp_spawn."""
+"""The flags of mnist_ddp_spawn; the shared flags are in common/launch.py."""
 
 from dataclasses import dataclass
 from pathlib import Path

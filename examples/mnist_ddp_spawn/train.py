@@ -1,13 +1,11 @@
-"""mnist_ddp_spawn: train a network on digits with DDP; all distributed code is in this file.
+"""mnist_ddp_spawn: train a network on digits; this file contains every step of DDP training.
 
     python -m examples.mnist_ddp_spawn                        # a world of one
     python -m examples.mnist_ddp_spawn --nproc 2              # two processes
     torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn   # started by torchrun
-    python -m examples.mnist_ddp_spawn --world-size 2 --rank 0 --dist-url tcp://HOST0:29500
-    python -m examples.mnist_ddp_spawn --world-size 2 --rank 1 --dist-url tcp://HOST0:29500
 
-Any number of processes trains the same model, up to rounding. `Run` is bookkeeping: it resumes,
-saves and logs, and never calls the model, the loss or the optimizer.
+Any number of processes trains the same model, up to rounding; docs/en/launchers.md covers several
+nodes. `Run` resumes, saves and logs; it never calls the model, the loss or the optimizer.
 """
 
 from datetime import timedelta
@@ -34,9 +32,10 @@ from .args import Args
 
 
 def main(args: Args) -> None:
-    """Start the processes of this machine, unless torchrun or srun started them."""
-    # mp.spawn would import torch again in each process. These are forked from a server that has
-    # imported it (`start` in common/launch.py). The index of the process is the first argument.
+    """Start the processes of this machine if --nproc is above 1."""
+    # Otherwise, and under torchrun and srun, `start` (common/launch.py) calls main_worker directly.
+    # mp.spawn would import torch again in each process; these are forked from a server that has
+    # imported it. The index of the process becomes the first argument.
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
@@ -47,17 +46,17 @@ def main_worker(local_rank: int, args: Args) -> None:
     device, backend = choose_device(args, here)  # cuda and NCCL, or cpu and gloo
     dist.init_process_group(
         backend,
-        store=wait_for_ranks(here, args.timeout),  # like env://, but names missing ranks
+        store=wait_for_ranks(here, args.timeout),  # the store in which ranks exchange addresses
         rank=here.rank,
         world_size=here.world_size,
         timeout=timedelta(seconds=args.timeout),
         device_id=device if "nccl" in backend else None,  # NCCL connects now, not in step 1
     )
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
-    torch.manual_seed(args.seed + rank)  # dropout differs; DDP broadcasts rank 0's parameters
+    torch.manual_seed(args.seed + rank)  # dropout would differ; DDP broadcasts rank 0's parameters
     data = image_data(args.dataset, args.data_dir)  # one process per node downloads
-    # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. drop_last leaves out samples
-    # that do not fill a global batch, so that all ranks have batches of equal size in every step.
+    # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. Without the sampler's
+    # drop_last, some samples are repeated; without the loader's, the last batch is smaller.
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         data.train,
@@ -65,20 +64,21 @@ def main_worker(local_rank: int, args: Args) -> None:
         sampler=sampler,  # shuffles
         drop_last=True,
         num_workers=args.workers,
-        worker_init_fn=None,  # called in each worker after torch has seeded it
+        worker_init_fn=None,  # called in each worker, for example to open a file
         pin_memory=cuda,  # for copies that do not block
     )
+    # Without drop_last, this sampler repeats samples; `evaluate` removes the repeats.
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DDP(
         DigitNet(data.size, data.classes).to(device),
-        device_ids=[device] if cuda else None,  # output_device is the same by default
+        device_ids=[device] if cuda else None,  # output_device defaults to this device
         find_unused_parameters=False,  # True if some steps do not use all parameters
-        gradient_as_bucket_view=True,  # saves a copy of the gradients
+        gradient_as_bucket_view=True,  # avoids a copy of the gradients
     )
     optimizer = SGD(model.parameters(), args.lr, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
     steps = args.epochs * len(loader)
     scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
-    run = Run(  # continues with --resume
+    run = Run(  # with --resume, loads the checkpoint on every rank
         args, device, data, about=data.about, model=model, optimizer=optimizer, scheduler=scheduler
     )
     if not cuda and args.device == "auto":
@@ -99,7 +99,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             optimizer.step()
             scheduler.step()
             run.log(loss)
-        # Each rank evaluates its part; all_gather restores the order of the data set.
+        # Each rank evaluates its part; `evaluate` restores the order of the data set.
         evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
         metrics = evaluation.metrics | report(evaluation)
         if run.end_epoch(metrics, score=metrics["accuracy"]):  # True if it is the best so far
