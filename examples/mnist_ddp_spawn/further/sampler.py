@@ -1,13 +1,14 @@
 """Show which rank gets which sample, and how to restore dataset order.
 
     python -m examples.mnist_ddp_spawn.further.sampler              # 3 processes, 10 samples
-    python -m examples.mnist_ddp_spawn.further.sampler --nproc 2 --samples 7
+    python -m examples.mnist_ddp_spawn.further.sampler --nproc 4 --samples 7
 
 Plain torch, with a literal `mp.spawn`.
 """
 
 import os
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +52,10 @@ def training(samples: int) -> None:
     show("drop_last: the remaining samples are left out", list(sampler))
     sampler = DistributedSampler(dataset, seed=0)
     for epoch in range(2):
-        show(f"epoch {epoch} without set_epoch: always the same order", list(sampler))
+        show(f"epoch {epoch} without set_epoch: always the same order, with repeats", list(sampler))
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        show(f"epoch {epoch} with set_epoch({epoch}): a new permutation", list(sampler))
+        show(f"epoch {epoch} with set_epoch({epoch}): its own permutation", list(sampler))
 
 
 def evaluation(samples: int) -> None:
@@ -72,9 +73,9 @@ def evaluation(samples: int) -> None:
 def groups() -> None:
     """Sum the ranks 0, 2, 4, ... in their own group. Every rank calls this."""
     members = list(range(0, dist.get_world_size(), 2))
-    group = dist.new_group(members)  # ALL ranks call new_group, only members use the group
+    group: Any = dist.new_group(members)  # ALL ranks call new_group, only members use the group
     total = torch.tensor([dist.get_rank()])
-    if isinstance(group, dist.ProcessGroup):  # other ranks get a placeholder
+    if dist.get_rank() in members:
         dist.all_reduce(total, group=group)
     show(f"new_group({members}): members have the sum, others their own rank", total.tolist())
 
