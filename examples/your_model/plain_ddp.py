@@ -64,11 +64,11 @@ def main() -> None:
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} is not divisible by {world_size} ranks")
 
-    torch.manual_seed(rank)  # dropout differs between ranks; DDP broadcasts rank 0's parameters
+    torch.manual_seed(rank)  # dropout would differ; DDP broadcasts rank 0's parameters
     train_set, test_rows, test_labels = load_data()
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
-    # Rank r gets samples r, r + W, r + 2W, ... of a permutation. drop_last leaves out samples that
-    # do not fill a global batch, so that all ranks have batches of equal size in every step.
+    # Rank r gets samples r, r + W, r + 2W, ... of a permutation. Without the sampler's drop_last,
+    # some samples are repeated; without the loader's, the last batch is smaller.
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
