@@ -44,7 +44,7 @@ from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserErro
 # Messages of gloo and NCCL after another process exited or did not respond for --timeout.
 LOST_WORDS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out", "imeout"),
-    "wait timeout after",  # for an address in the store, before the ranks are connected
+    "wait timeout after",  # gloo: the store lacks the address of a rank
     *("Failed to recv", "remote process exited", "communicator was aborted"),
 )
 

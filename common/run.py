@@ -230,7 +230,7 @@ class Run:
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
-            # Loader workers draw the same random numbers in a resumed run, others on each rank.
+            # Loader workers draw the same random numbers in a resumed run, but each rank differs.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:

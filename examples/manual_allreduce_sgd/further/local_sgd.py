@@ -57,7 +57,7 @@ def train(model: nn.Module, outer: Outer | None, every: int, epochs: int) -> flo
     """
     data = image_data("digits", Path())
     (images, labels), (test_images, test_labels) = data.train.tensors, data.test.tensors
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)  # each rank's own
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)  # one per rank
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(len(labels), generator=generator) for _ in range(epochs)]
     parts = partition_dataset(torch.cat(orders), batch_size=64)
