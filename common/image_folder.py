@@ -60,7 +60,7 @@ class ImageFolder(datasets.ImageFolder):
 
     @property
     def columns(self) -> dict[str, list[str]]:
-        """The files, for predictions.csv."""
+        """The path of each image, for `predictions.csv`."""
         return {"file": [readable(path) for path, _ in self.samples]}
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
@@ -116,7 +116,7 @@ def decode(path: str | Path) -> Tensor:
         reason = describe(Path(path)) if isinstance(error, UnidentifiedImageError) else error
         raise UserError(f"cannot decode {readable(path)}: {reason}") from None
     image = image[0] if image.dim() == 4 else image  # the first frame of an animation
-    return F.to_dtype(image, torch.uint8, scale=True)  # reduces 16 bits per color to 8
+    return F.to_dtype(image, torch.uint8, scale=True)  # converts 16-bit images to 8 bits
 
 
 def center_crop(size: int) -> v2.Compose:

@@ -118,7 +118,7 @@ def normalize(
     return images.sub_(mean).div_(std)
 
 
-@functools.cache  # a new tensor on a GPU in every step would make the host wait
+@functools.cache  # creating a GPU tensor in every step would block the host
 def _statistics(device: torch.device) -> list[Tensor]:
     """Return mean and standard deviation in the range of bytes, [3, 1, 1] each."""
     return [255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (MEAN, STD)]

@@ -109,7 +109,7 @@ def launched() -> bool:
 
 
 def place(args: RunArgs, local_rank: int) -> Place:
-    """Return the place of this process, and export it in torchrun's variables.
+    """Return the ranks and sizes of this process, and export them as torchrun's variables.
 
     Args:
         args: the flags.
@@ -260,7 +260,7 @@ def _start_fork_server(module: str) -> None:
     # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
     # the ranks. They inherit the ignored and blocked signals.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    resource_tracker.ensure_running()  # before the mask, because it unblocks the signals
+    resource_tracker.ensure_running()  # before the mask, because ensure_running unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     forkserver.ensure_running()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

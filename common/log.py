@@ -64,7 +64,7 @@ class Log:
         self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=purge)
 
     def _move_earlier_run(self) -> None:
-        """Move the files of an earlier run, so that this run cannot resume from them."""
+        """Move the files of an earlier run aside so that this run cannot resume from them."""
         found = [path for path in self.out.glob("*") if path.name in FILES]  # user files stay
         if found:
             numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]

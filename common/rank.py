@@ -151,7 +151,7 @@ def print0(line: str) -> None:
 
 
 def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the main function of a rank: one line per error and job, and an exit code."""
+    """Decorate a rank's main function: an error prints one line per job and sets the exit code."""
 
     @functools.wraps(main_worker)
     def recorded(local_rank: int, args: Any) -> Any:

@@ -354,7 +354,7 @@ class Run:
         self._signum = signum
 
     def _agreed_signal(self, now: bool = False) -> int:
-        """Return a signal that any rank received, or 0; all ranks return the same at a step.
+        """Return a signal that any rank received, or 0; the value is the same on all ranks.
 
         The ranks exchange a small message and read it one step later, so that none waits. If steps
         are short, they do so every few steps.
