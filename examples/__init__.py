@@ -1,1 +1,1 @@
-"""The examples: each a self-contained program that imports `common` and itself only."""
+"""Examples: self-contained programs that import only `common` and their own modules."""

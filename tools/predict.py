@@ -41,7 +41,7 @@ def build(about: dict[str, Any]) -> nn.Module:
 
 
 def prepare(path: str, about: dict[str, Any]) -> Tensor:
-    """Return an image [C, size, size], normalized like in the evaluation of the example."""
+    """Return an image [C, size, size], preprocessed like the test images of the example."""
     image, size = decode(path), about["size"]
     if about["model"] != "DigitNet":
         return normalize(center_crop(size)(image), CPU)

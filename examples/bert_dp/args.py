@@ -47,6 +47,6 @@ class Args(TextArgs, RunArgs):
 
 
 def run(main: Callable[[Any], None], args_class: type) -> None:
-    """Run a program in this process; a UserError is one line and exit code 2."""
+    """Run a program in this process; a UserError prints one line and exits with code 2."""
     with one_line_errors():
         main(expand_home(tyro.cli(args_class)))

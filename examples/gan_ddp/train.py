@@ -69,7 +69,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     run = Run(
         args, device, str(data), model=networks, optimizer_g=optimizer_g, optimizer_d=optimizer_d
     )
-    warm_up_buckets(generator)  # a resumed run on 3 or more ranks then has the same bits
+    warm_up_buckets(generator)  # makes a resumed run on 3 or more ranks bit-identical
     warm_up_buckets(discriminator)
 
     for epoch in run.epochs(args.epochs):

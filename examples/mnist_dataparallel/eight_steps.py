@@ -91,7 +91,7 @@ class EightSteps(nn.Module):
         chunks = [chunk.to(x.device) for chunk, x in zip(chunks, outputs, strict=True)]
         if self.devices[0].type == "cpu":
             self._in_threads(torch.autograd.backward, outputs, chunks)
-        else:  # this is autograd's thread of the first device, for which other threads would wait
+        else:  # this runs in autograd's thread of device 0; other threads would wait for it
             torch.autograd.backward(outputs, chunks)
         self.show("6 loss, scatter its gradient, backward, one thread per device", chunks)
 

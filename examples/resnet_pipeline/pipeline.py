@@ -189,7 +189,7 @@ class Pipeline(nn.Module):
         return shared[0].to(self.device)
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start to send the result of an action, while the next action computes."""
+        """Start sending the result of an action while the next action computes."""
         forward = action.kind == "F"
         group, stage = (self.activations, 1) if forward else (self.gradients, -1)
         stage += self.index

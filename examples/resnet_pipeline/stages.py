@@ -48,7 +48,7 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
 
 
 class Stage(nn.Module):
-    """Consecutive modules of the un-split model, in which parameters keep their names."""
+    """Consecutive modules of the un-split model; parameters keep their names."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Send compressed gradients: rounded, the largest only, or as products of thin matrices.
+"""Compress gradients with bfloat16, top-k or PowerSGD before sending them.
 
     python -m examples.manual_allreduce_sgd.further.compress --nproc 2
 

@@ -46,7 +46,7 @@ class GPT(nn.Module):
 
 
 def load_batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return this rank's token IDs of a step and the next IDs, both [BATCH_SIZE / W, LENGTH]."""
+    """Return this rank's inputs and targets (next tokens), both [BATCH_SIZE / W, LENGTH]."""
     generator = torch.Generator().manual_seed(step)  # the same on all ranks
     starts = torch.randint(len(TEXT) - LENGTH, (BATCH_SIZE,), generator=generator)
     local = starts[dist.get_rank() :: dist.get_world_size(), None] + torch.arange(LENGTH)
