@@ -193,7 +193,7 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
         model.load_state_dict(extra | weights)  # a file of weights has no extra state of modules
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        raise UserError(f"{path} does not fit the model: {reason}") from None
+        raise UserError(f"{path} does not match the model: {reason}") from None
 
 
 def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, An
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
         raise UserError(
-            f"{path} was trained for the classes {theirs}, but the data contains {ours}; "
+            f"{path} was trained on the classes {theirs}, but the data contains {ours}; "
             f"use other weights or data"
         )
 
@@ -232,7 +232,7 @@ def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) 
             part.load_state_dict(states[name])
         except (KeyError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[-1].strip()
-            raise UserError(f"{path} does not fit {name}: {reason}; use the same model") from None
+            raise UserError(f"{path} does not match {name}: {reason}; use the same model") from None
 
 
 def random_state() -> dict[str, Any]:

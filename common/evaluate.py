@@ -81,7 +81,9 @@ def evaluate(
     own = (torch.cat(column).cpu() for column in zip(*columns, strict=True))
     targets, losses, top, scores = (in_dataset_order(rows, total, group) for rows in own)
     if not losses.isfinite().all():
-        raise UserError("NaN in the outputs: training diverged (lower --lr), or NaN in the data")
+        raise UserError(
+            "the outputs contain NaN: training diverged (lower --lr), or the data contains NaN"
+        )
     hits = top == targets[:, None]  # [N, 5]
     metrics = {"loss": losses.double().mean().item()}
     metrics["accuracy"] = hits[:, 0].double().mean().item()

@@ -212,7 +212,7 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
         if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
             raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
         if args.nproc > 1 and launched():
-            raise UserError("--nproc has no effect: torchrun or srun started the ranks (see RANK)")
+            raise UserError("--nproc has no effect under torchrun or srun; remove it or unset RANK")
         if len(os.fsencode(tempfile.gettempdir())) > 70 and (args.nproc > 1 or args.workers):
             raise UserError("TMPDIR is too long for a socket (more than 70 bytes); set TMPDIR=/tmp")
         return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))

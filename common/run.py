@@ -50,7 +50,7 @@ class Run:
             which every rank calls, and `load_state_dict()`. Parts that are None are skipped.
 
     Raises:
-        UserError: the checkpoint is damaged or does not fit; another run uses --out.
+        UserError: the checkpoint is damaged or does not match; another run uses --out.
     """
 
     def __init__(

@@ -274,7 +274,7 @@ def test_checkpoint_of_another_model(trained: Path, tmp_path: Path) -> None:
     path = str(next((trained / "checkpoints").iterdir()))
     call = (refused, tmp_path / "out", path)
     message = ranks.call(_other_model, *call[1:], folder=tmp_path, ranks=1)[0]
-    assert "does not fit model" in message
+    assert "does not match model" in message
     assert "\n" not in message
 
 
@@ -285,9 +285,9 @@ def _other_model(out: Path, resume: str) -> str:
 @pytest.mark.parametrize(
     ("classes", "features", "words"),
     [
-        (["dog", "cat"], 2, ["trained for the classes", "dog"]),
-        (["cat", "dog"], 3, ["does not fit"]),
-        (None, 3, ["fit"]),
+        (["dog", "cat"], 2, ["trained on the classes", "dog"]),
+        (["cat", "dog"], 3, ["does not match"]),
+        (None, 3, ["does not match"]),
     ],
 )
 def test_weights_that_do_not_fit(
