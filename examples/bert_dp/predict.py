@@ -81,7 +81,7 @@ def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any
         cells.iloc[0, number] = name
     # With this line terminator, pandas quotes cells that contain a carriage return.
     cells.to_csv(out, mode="x", header=False, index=False, lineterminator="\r\n")
-    print(f"{len(cells) - 1:,} rows: {out}")
+    print(f"wrote {len(cells) - 1:,} rows to {out}")
 
 
 if __name__ == "__main__":

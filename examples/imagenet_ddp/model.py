@@ -73,7 +73,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
     loaded = {n: v for n, v in loaded.items() if n in own and v.shape == own[n].shape}
     missing = ", ".join(sorted(own.keys() - loaded.keys()))
     if missing and args.evaluate:
-        raise UserError(f"{weights} does not fit the data ({missing}); fine-tune first")
+        raise UserError(f"{weights} does not match the data ({missing}); fine-tune first")
     model.load_state_dict(loaded, strict=False)
     print0(f"loaded {weights}" + (f", except {missing}" if missing else ""))
 

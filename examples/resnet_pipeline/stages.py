@@ -38,8 +38,8 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
         starts = [firsts.index(name) for name in cuts if name in firsts[1:]]
         if len(cuts) != stages - 1 or len(starts) != len(cuts) or starts != sorted(set(starts)):
             raise UserError(
-                f"--cuts {' '.join(cuts)} does not give {stages} stage(s); "
-                f"name {stages - 1} of these, in this order: {', '.join(firsts[1:])}"
+                f"--cuts {' '.join(cuts)} does not define {stages} stage(s); "
+                f"choose {stages - 1} of these, in this order: {', '.join(firsts[1:])}"
             )
     elif stages > residual:
         raise UserError(f"{stages} stages: the model has {residual} residual blocks; use fewer")

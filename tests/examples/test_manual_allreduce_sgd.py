@@ -371,7 +371,7 @@ def test_tour_shows_what_each_rank_has() -> None:
         ),
         (compress.main, (2, 1), "fp32 +207,848|bf16 +103,924|1% +6,240|4 +27,096"),
         (local_sgd.main, (2, 8, 1), "SGD .*y 1 step|^local SGD .*y 8 step|DiLoCo .*y 8 step"),
-        (shared_memory.main, (2, 1), r"^sum of 1,048,576 bytes|^all_reduce .*\d$|^shared m.*\d$"),
+        (shared_memory.main, (2, 1), r"^time to sum 1,048,576 by|^all_reduce .*\d$|^shared m.*\d$"),
     ],
 )
 def test_programs_print_their_tables(

@@ -111,7 +111,7 @@ def compare(steps: int) -> None:
         for name, time_per_step in times.items():
             print(f"{name:14} {time_per_step:7.2f} ms per step")
         print(f"{buckets.overlapped} of {len(buckets.buckets)} buckets sent during backward")
-        print(f"largest difference of the parameters: {difference:.1e}")
+        print(f"largest difference in parameters: {difference:.1e}")
 
 
 def main(nproc: int = 2, steps: int = 30) -> None:

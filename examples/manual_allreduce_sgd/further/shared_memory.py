@@ -68,7 +68,7 @@ def compare(memory: SharedMemory) -> None:
         times[function.__name__] = milliseconds(function, torch.zeros_like(memory.own))
     times["shared memory"] = milliseconds(memory.sum)
     if dist.get_rank() == 0:
-        print(f"sum of {memory.own.nbytes:,} bytes in milliseconds:")
+        print(f"time to sum {memory.own.nbytes:,} bytes, in milliseconds:")
         for name, time in times.items():
             print(f"{name:16} {time:7.2f}")
 
