@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
 
 from common.ddp import unwrapped
 from common.launch import NodeArgs, UserError
@@ -229,10 +230,12 @@ def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) 
     """
     for name, part in parts.items():
         try:
+            if isinstance(part, OneCycleLR) and part.total_steps != states[name]["total_steps"]:
+                raise ValueError("the schedule depends on --epochs; use the same value, or weights")
             part.load_state_dict(states[name])
         except (KeyError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[-1].strip()
-            raise UserError(f"{path} does not match {name}: {reason}; use the same model") from None
+            raise UserError(f"{path} does not match {name}: {reason}") from None
 
 
 def random_state() -> dict[str, Any]:

@@ -55,7 +55,8 @@ def evaluate(
 
     Args:
         model: DDP's wrapper is removed, because it would communicate.
-        batches: inputs and labels of this rank, from `DistributedSampler(shuffle=False)`.
+        batches: inputs (one or more) and labels of this rank, from
+            `DistributedSampler(shuffle=False)`.
         total: number of samples in the data set.
         autocast: the context of mixed precision.
         group: the ranks that share the data set; default: all.
@@ -69,9 +70,10 @@ def evaluate(
     columns: list[tuple[Tensor, ...]] = []
     training = model.training
     model.eval()
-    for inputs, labels in batches:
+    for *inputs, labels in batches:
+        moved = (tensor.to(device, non_blocking=True) for tensor in inputs)
         with autocast:
-            logits = model(inputs.to(device, non_blocking=True)).float()  # [B, C]
+            logits = model(*moved).float()  # [B, C]
         labels = labels.to(device, non_blocking=True)
         classes = logits.shape[1]
         scores = logits.softmax(dim=1)[:, : classes if classes <= MAX_SCORED_CLASSES else 0]

@@ -120,8 +120,13 @@ class Run:
         local_batch = f"{local + 1} or {local}" if left else str(local)
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
+        kind, dtype = self.device.type, torch.float32
+        with self.autocast:
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
         self.print0(
             f"{what}\n{self.world_size} rank(s) on {name}, {dist.get_backend()}, "
+            f"{str(dtype).removeprefix('torch.')}, "
             f"{torch.get_num_threads()} thread(s) each; "
             f"batch {self.args.batch_size} = {parts} {unit}{'s' * (parts > 1)} x {local_batch}"
         )
@@ -274,7 +279,7 @@ class Run:
         folder = self.args.out / "profile"
         folder.mkdir(exist_ok=True)
         traced.export_chrome_trace(str(folder / f"rank-{self.rank}.json.gz"))
-        self.print0(f"traced {self.args.profile} steps; see python -m tools.profile {folder}")
+        self.print0(f"traced {self.args.profile} steps in {folder}")
 
     def log(self, loss: Tensor) -> None:
         """Keep the loss of a step, this rank's mean. Reading it now would wait for the device."""
@@ -299,7 +304,7 @@ class Run:
         """Print and record metrics, keep the best model, and save. Every rank calls this.
 
         Args:
-            metrics: metrics of the whole test set, equal on all ranks.
+            metrics: of the whole test set, equal on all ranks. The first two are printed.
             score: best.safetensors contains the weights of the epoch with the highest score.
 
         Returns:

@@ -62,7 +62,7 @@ def eject(example: Positional[Path], target: Positional[Path]) -> None:
         target: the new folder.
     """
     name = example.resolve().name
-    shutil.copytree(example, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(example, target / name, ignore=shutil.ignore_patterns("__pycache__", "README*"))
     files, names = sorted(example.resolve().rglob("*.py")), set[str]()
     for file in files:  # the list grows
         names |= set(imported_names(file))

@@ -19,5 +19,5 @@ class Args(RunArgs):
     """GLOBAL batch size in samples, divided by the number of ranks."""
     lr: float = 0.01
     """Highest learning rate of the one-cycle schedule."""
-    out: Path = Path("runs/your_model")
+    out: Path = Path("runs", Path(__file__).parent.name)
     """Folder for checkpoints, metrics and the result."""

@@ -81,7 +81,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     run = Run(  # bookkeeping: it resumes here and never calls the model, the loss or the optimizer
         args,
         device,
-        f"your_model, {len(train_set)} training samples",
+        f"{len(train_set)} training samples",
         about={"classes": CLASSES},
         model=model,
         optimizer=optimizer,

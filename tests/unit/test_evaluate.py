@@ -101,6 +101,26 @@ def test_report_is_that_of_scikit_learn(classes: int) -> None:
     assert found == approx(expected)
 
 
+def classify_pairs() -> list[int]:
+    data = TensorDataset(torch.arange(5.0), torch.tensor([9.0, 0, 9, 0, 9]), torch.zeros(5).long())
+    loader = DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
+    return evaluate(Pair(), loader, 5, torch.autocast("cpu", enabled=False)).predictions.tolist()
+
+
+class Pair(nn.Linear):
+    """Choose the class of the larger input."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.stack([first, second], dim=1)
+
+
+def test_models_may_have_several_inputs(tmp_path: Path) -> None:
+    assert ranks.call(classify_pairs, folder=tmp_path, ranks=2)[0] == [1, 0, 1, 0, 1]
+
+
 def diverge() -> str:
     with pytest.raises(UserError) as error:
         classify(3, wrap=False, scale=float("nan"))
