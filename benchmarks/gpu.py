@@ -23,23 +23,15 @@ from benchmarks.harness import Claim, Measurement, Result, Table, compare, ratio
 from common.precision import autocast
 from examples.bert_dp.train import Classifier
 
-EPOCHS = {  # of each example; the others train 2
-    "gan_ddp": 3,
-    "bert_dp": 2,
-    "resnet_pipeline": 1,
-    "mnist_ddp_spawn": 2,
-    "manual_allreduce_sgd": 2,
-    "mnist_dataparallel": 2,
-    "imagenet_ddp": 1,
-    "your_model": 2,
-}
+EXAMPLES = sorted(path.parent.name for path in Path("examples").glob("*/train.py"))
+EPOCHS = {"gan_ddp": 3, "resnet_pipeline": 1, "imagenet_ddp": 1}  # the others train 2
 MNIST_LIMIT = 9.0  # seconds from the command
 BERT_FLOORS = {32: 1500.0, 256: 2600.0}  # sequences of 128 tokens per second, by batch size
 
 
 def host_waits(example: str) -> float:
     """Return how often the host waits per step of an example."""
-    flags = ("--epochs", EPOCHS[example], "--log-every", 0, "--device", "cuda")
+    flags = ("--epochs", EPOCHS.get(example, 2), "--log-every", 0, "--device", "cuda")
     with tempfile.TemporaryDirectory() as out:
         words = ("python", "-m", "benchmarks.host_waits", example, *flags, "--out", out)
         output = harness.run(words)
@@ -72,7 +64,7 @@ def bert(batch: int) -> Callable[[], float]:
 def measure(args: Measurement) -> Result:
     """Measure host waits, then speed; ResNet-50 once, because it compiles for a minute."""
     tables, claims = dict[str, Table](), list[Claim]()
-    waits = {example: [host_waits(example)] for example in EPOCHS}
+    waits = {example: [host_waits(example)] for example in EXAMPLES}
     tables["Host waits per step"] = Table("waits", waits)
     claims += [Claim(f"host waits per step of {n}", v[0], 0.0, "", True) for n, v in waits.items()]
     if (args.data / "mnist").is_dir():

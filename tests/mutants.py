@@ -56,7 +56,8 @@ def pytest_arguments(table: dict[str, Any]) -> tuple[str, ...]:
     """Return the tests of a table; those of the layer `unit` are named after the file."""
     if "tests" in table:
         return tuple(table["tests"])
-    folder, *_, file = parts = Path(table["file"]).parts
+    parts = Path(table["file"]).parts
+    folder, file = parts[0], parts[-1]
     if table["layer"] == "unit":
         own = (
             f"examples/test_{parts[1]}" if folder == "examples" else f"unit/test_{Path(file).stem}"
