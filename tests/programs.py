@@ -19,7 +19,16 @@ ROOT = Path(__file__).parents[1]
 SITE = f"{ROOT / 'tests' / 'site'}{os.pathsep}{ROOT}"
 PYTHON = (sys.executable, "-m")
 TORCHRUN = (*PYTHON, "torch.distributed.run", "--nproc-per-node")
-LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "TORCHELASTIC_", "PET_")
+IGNORED = (
+    "PYTHONUNBUFFERED",
+    "RANK",
+    "LOCAL_",
+    "WORLD_SIZE",
+    "MASTER_",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "PET_",
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ def run(
     Raises:
         subprocess.TimeoutExpired: a process hangs, or was left behind.
     """
-    own = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(IGNORED)}
     own["PYTHONPATH"] = SITE
     own["TESTS_HOOK"] = json.dumps([list(mutate), fault and astuple(fault)])
     own["TESTS_PROGRAM"] = mark = secrets.token_hex(8)
