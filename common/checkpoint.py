@@ -1,7 +1,7 @@
 """Checkpoints that survive an interruption at any moment, and weights from other programs.
 
-A checkpoint is written to a temporary file, flushed to disk and renamed: it exists completely or
-not at all. torch.save stores a CRC-32 of each tensor, which torch.load ignores; `load` checks it.
+A checkpoint is written to a temporary file, flushed to disk and renamed, so it is never partial.
+torch.save stores a CRC-32 of each tensor; `load` verifies it, while torch.load does not.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from common.ddp import unwrapped
 from common.launch import NodeArgs, UserError
 
-# A resumed run may change these flags without a warning: they do not change the training.
+# A resumed run may change these flags without a warning, because they do not affect the training.
 FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "deterministic"}
 WRAPPERS = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
 
@@ -68,12 +68,12 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, newest first."""
+    """Return the checkpoints in a folder, newest first."""
     return sorted(folder.glob("step-*.pt"), reverse=True)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a file that torch.save wrote, without running code in it.
+    """Read a file written by torch.save, without executing code in it.
 
     Raises:
         UserError: the file is missing, damaged, or not written by torch.save.
@@ -92,7 +92,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def describe(path: Path) -> str:
-    """Describe an unreadable file in a few words."""
+    """Return a short explanation of why a file cannot be read."""
     try:
         with path.open("rb") as file:
             head = file.read(64)
@@ -110,7 +110,7 @@ def describe(path: Path) -> str:
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest undamaged checkpoint of a folder; warn of damaged ones."""
+    """Return the newest intact checkpoint in a folder, and warn about damaged checkpoints."""
     for path in checkpoints(folder):
         try:
             return path, load(path)
@@ -120,12 +120,12 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, A
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write weights as safetensors.
+    """Write weights to a safetensors file.
 
     Args:
         path: the file to write.
         weights: tensors by name; tied weights are written once per name.
-        about: plain values for the metadata, for example the class names.
+        about: metadata as plain values, for example the class names.
     """
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
     temporary = path.with_suffix(".tmp")
@@ -136,12 +136,12 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, 
 def load_weights(
     path: Path, names: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read weights by name, and the metadata of `save_weights`.
+    """Read the weights in a file, and the metadata that `save_weights` wrote.
 
     Args:
-        path: a .safetensors file; a checkpoint of this project; or what torch.save wrote: a state
-            dict, alone or under `state_dict`, `model_state_dict` or `model`.
-        names: parameter names of the model; a layer of its own may be named `module`.
+        path: a .safetensors file, a checkpoint of this project, or a state dict written by
+            torch.save, alone or under the key `state_dict`, `model_state_dict` or `model`.
+        names: parameter names of the model; prefixes of wrappers are removed if no name matches.
 
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.
@@ -181,7 +181,7 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     Args:
         path: see `load_weights`.
         model: the model to load the weights into.
-        about: `classes`, if given, is compared with the classes of the file.
+        about: if it contains `classes`, they are compared with the classes in the file.
 
     Raises:
         UserError: the weights belong to another model or to other classes.
@@ -191,14 +191,14 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     check_classes(path, written, about)
     extra = {n: value for n, value in model.state_dict().items() if not isinstance(value, Tensor)}
     try:
-        model.load_state_dict(extra | weights)  # a file of weights has no extra state of modules
+        model.load_state_dict(extra | weights)  # files of weights lack the modules' extra state
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise UserError(f"{path} does not match the model: {reason}") from None
 
 
 def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Raise UserError if the class names of a file and of the data differ."""
+    """Raise UserError if the file and the data have different class names."""
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
         raise UserError(
@@ -210,7 +210,7 @@ def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, An
 def check_flags(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], warn: Callable[[str], None]
 ) -> None:
-    """Compare the flags of a checkpoint with the flags of this run; warn of changes.
+    """Warn about flags whose values differ between a checkpoint and this run.
 
     Raises:
         UserError: the order of the samples would change.
@@ -239,7 +239,7 @@ def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) 
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of this process's random generators, as tensors and plain values."""
+    """Return the state of this process's random number generators, as tensors and plain values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"torch": torch.get_rng_state(), "python": [*random.getstate()[1:]]}
     state["numpy"] = [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
@@ -247,7 +247,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set this process's random generators to a state that `random_state` returned."""
+    """Restore the state of this process's random number generators from `random_state`."""
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     random.setstate((3, *state["python"]))

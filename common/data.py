@@ -1,4 +1,4 @@
-"""Gray images held in memory (digits, MNIST, idx files), and the network that classifies them."""
+"""Grayscale images in memory (digits, MNIST, idx files), and a network that classifies them."""
 
 import gzip
 import importlib.util
@@ -19,21 +19,21 @@ from torch.utils.data import TensorDataset
 from common.checkpoint import describe
 from common.launch import UserError
 
-TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # names of the classes there
+TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST"}  # torchvision's class names
 CLOTHES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"]
 CLOTHES += ["Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Images [N, 1, S, S], float32, normalized, and labels [N], int64: training and test set."""
+    """A training and a test set: normalized float32 images [N, 1, S, S] and int64 labels [N]."""
 
     name: str
     train: TensorDataset
     test: TensorDataset
     class_names: list[str]
-    mean: float  # mean of the training pixels, from 0 to 1; MNIST: 0.1307
-    std: float  # standard deviation; MNIST: 0.3081
+    mean: float  # mean of the training pixels, which are in [0, 1]; 0.1307 for MNIST
+    std: float  # standard deviation of the training pixels; 0.3081 for MNIST
 
     def __str__(self) -> str:
         about = f"{self.name}, {len(self.train)} training images"
@@ -47,7 +47,7 @@ class ImageData:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Metadata of the weights, for tools/predict.py."""
+        """Metadata to save with the weights; tools/predict.py reads it."""
         about = {"model": "DigitNet", "classes": self.class_names, "size": self.size}
         return about | {"mean": self.mean, "std": self.std}
 
@@ -58,14 +58,14 @@ class ImageData:
 
 
 def image_data(name: str, folder: Path) -> ImageData:
-    """Return the dataset of `--dataset`. Every rank calls this; one rank per node downloads.
+    """Return the dataset named by --dataset. Every rank calls this; one rank per node downloads.
 
     Args:
         name: digits, mnist, fashion-mnist, or a folder with idx files (the format of MNIST).
-        folder: root of torchvision's datasets, for mnist and fashion-mnist.
+        folder: root folder of torchvision's datasets, used for mnist and fashion-mnist.
 
     Raises:
-        UserError: a file is missing or damaged, there is one class, or the download failed.
+        UserError: a file is missing or damaged, there is only one class, or the download failed.
     """
     if name == "digits":
         return _digits()
@@ -81,7 +81,7 @@ def image_data(name: str, folder: Path) -> ImageData:
 
 
 def _digits() -> ImageData:
-    """Read the 1,797 digits of 8x8 pixels that come with scikit-learn; every fifth is a test."""
+    """Read scikit-learn's 1,797 digits of 8x8 pixels; every fifth digit is in the test set."""
     package = importlib.util.find_spec("sklearn")  # importing it would take seconds on every rank
     assert package is not None
     assert package.origin is not None
@@ -106,14 +106,14 @@ def _download(name: str, folder: Path) -> None:
 
 
 def _find(root: Path, stem: str) -> Path | None:
-    """Find an idx file, compressed or not, under any of its usual names."""
+    """Return the path of an idx file, compressed or not, or None if it is missing."""
     name = f"{stem}?idx[13]?ubyte*"
     paths = [*sorted(root.glob(name)), *sorted(root.glob(f"{name}/{name}"))]
     return next((path for path in paths if path.is_file()), None)
 
 
 def _read_split(root: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read images [N, S, S] and labels [N], both uint8."""
+    """Read the images [N, S, S] and labels [N] of a split, both uint8."""
     images, labels = _read_idx(root, f"{split}-images"), _read_idx(root, f"{split}-labels")
     count, size = len(labels), images.shape[-1]
     if images.shape != (count, size, size) or labels.dim() != 1 or count == 0 or size < 8:
@@ -132,7 +132,7 @@ def _read_idx(root: Path, stem: str) -> Tensor:
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        if data[:3] != b"\0\0\x08":  # bytes
+        if data[:3] != b"\0\0\x08":  # the magic number of unsigned bytes
             raise ValueError
         shape = struct.unpack_from(f">{data[3]}I", data, 4)  # data[3]: the number of dimensions
         return torch.tensor(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape))
@@ -141,13 +141,13 @@ def _read_idx(root: Path, stem: str) -> Tensor:
 
 
 def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
-    """Apply torchvision's ToTensor and Normalize to all images; the training set gives the mean."""
+    """Normalize the images of all splits with the mean and deviation of the training pixels."""
     std, mean = (float(value) for value in torch.std_mean(splits[0][0].float().div_(255)))
     train, test = (
         TensorDataset(x.unsqueeze(1).float().div_(255).sub_(mean).div_(std or 1.0), y.long())
         for x, y in splits
     )
-    classes = 1 + max(int(labels.max()) for _, labels in splits)  # either may lack the last class
+    classes = 1 + max(int(labels.max()) for _, labels in splits)  # a split may lack the last class
     if classes < 2:
         raise UserError(f"{name} has only one class; use at least two")
     class_names = CLOTHES if name == "fashion-mnist" else [str(label) for label in range(classes)]
@@ -163,24 +163,24 @@ def absent_classes(names: Sequence[str], labels: Iterable[int]) -> str:
 
 
 class DigitNet(nn.Sequential):
-    """A small convolutional network: images [N, 1, size, size] to logits [N, classes].
+    """A small convolutional network from images [N, 1, size, size] to logits [N, classes].
 
     GroupNorm with one group normalizes each sample separately, unlike BatchNorm, so the result
-    does not depend on how a batch is split over ranks. GELU and strides are smooth; at the kinks of
-    ReLU and MaxPool, two runs that differ in the last bit diverge.
+    does not depend on how a batch is split over ranks. GELU and strided convolutions are smooth,
+    while the kinks of ReLU and MaxPool would amplify differences in the last bit.
     """
 
     def __init__(self, size: int, classes: int) -> None:
-        # 28x28 images have an empty border and pixels to spare. Dropping the padding saves 60% of
-        # the arithmetic, the stride three quarters. 8x8 digits have neither.
+        # 28x28 images have an empty border and more pixels than needed: omitting the padding saves
+        # 60% of the arithmetic, and the stride saves 75%. 8x8 digits need padding and all pixels.
         padding, stride = (2, 1) if size < 20 else (0, 2)
-        stem = (size + 2 * padding - 5) // stride + 1  # 12 for 28, 8 for 8
-        side = (stem + 2 * padding - 8) // 2 + 1  # 3 for both
+        stem = (size + 2 * padding - 5) // stride + 1  # 12 for 28 pixels, 8 for 8
+        side = (stem + 2 * padding - 8) // 2 + 1  # 3 for both sizes
         super().__init__(
             nn.Conv2d(1, 16, 5, stride=stride, padding=padding, bias=False),  # [N, 16, stem, stem]
             nn.GroupNorm(1, 16),
             nn.GELU(),
-            nn.Conv2d(16, 32, 5, padding=padding, bias=False),  # [N, 32, 8, 8] for 28 and for 8
+            nn.Conv2d(16, 32, 5, padding=padding, bias=False),  # [N, 32, 8, 8] for both sizes
             nn.GroupNorm(1, 32),
             nn.GELU(),
             nn.Conv2d(32, 64, 4, stride=2, bias=False),  # [N, 64, side, side]

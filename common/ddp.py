@@ -14,14 +14,14 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     """Make DDP arrange its buckets before the first step. Every rank calls this.
 
     After its first backward, DDP rearranges its buckets by the order in which gradients became
-    ready. With 3 or more ranks the arrangement decides the order of additions, so that a resumed
-    run would differ from an uninterrupted one in the last bits of its first step. This backward
-    happens before the first step of both. The forward of the model is not called: the gradient of
-    each parameter comes from its sum. Parameters, buffers and random generators do not change.
+    ready. With 3 or more ranks, the arrangement determines the order of additions. The first step
+    of a resumed run would therefore differ from an uninterrupted run in the last bits. This call
+    runs a backward before the first step of both. It does not call the model's forward: the loss is
+    the sum of all parameters. Parameters, buffers and random generators do not change.
 
     Models with sparse gradients, a static graph or parameter hooks (which would run) are skipped.
-    Resumed runs of these models differ in the last bits on 3 or more ranks. Register a
-    communication hook after this call, because it would also run.
+    Resumed runs of these models differ in the last bits on 3 or more ranks. Register communication
+    hooks after this call, because its backward would run them.
     """
     module = ddp.module
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
@@ -38,7 +38,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
 
 
 class _SumOfParameters(nn.Module):
-    """A stand-in whose gradients are ones. It calls neither forward nor hooks of the model."""
+    """A stand-in for the model whose gradients are all 1. It does not call the model's forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def parameter_hash(model: Any) -> str:
     """Return the SHA-256 of all parameters and buffers, in the order of their names."""
     digest = hashlib.sha256()
     for name, value in sorted(unwrapped(model).state_dict().items()):
-        if isinstance(value, Tensor):  # otherwise the extra state of a module
+        if isinstance(value, Tensor):  # the extra state of a module may be anything
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(name.encode() + data.numpy().tobytes())
     return digest.hexdigest()
@@ -91,7 +91,7 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
     Every rank calls this.
     """
     for buffer in unwrapped(model).buffers():
-        data = buffer.contiguous()  # a copy if the buffer is a view with gaps
+        data = buffer.contiguous()  # a copy if the buffer is a non-contiguous view
         dist.broadcast(data, group=group, group_src=0)
         if data is not buffer and dist.get_rank(group) != 0:
             if 0 in buffer.stride():  # expanded: its elements share memory
@@ -102,7 +102,7 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
 @torch.no_grad()
 def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace tensors by their means over the ranks, in one message. Every rank calls this."""
+    """Replace tensors with their means over the ranks, in one message. Every rank calls this."""
     tensors = list(tensors)
     # One long message is faster than many short ones.
     flat = torch.cat([tensor.flatten() for tensor in tensors])

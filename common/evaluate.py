@@ -1,4 +1,4 @@
-"""Evaluate a whole data set on all ranks: each sample once, in dataset order."""
+"""Evaluate a whole dataset on all ranks, each sample once and in dataset order."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ MAX_SCORED_CLASSES = 100  # the scores of 50,000 samples and 1,000 classes would
 
 
 class Evaluation(NamedTuple):
-    """The outputs of a model for a whole data set of N samples, equal on all ranks."""
+    """The outputs of a model for a whole dataset of N samples; equal on all ranks."""
 
     metrics: dict[str, float]  # loss, accuracy, and top5 for more than 10 classes
     targets: Tensor  # labels, [N]
@@ -27,16 +27,16 @@ class Evaluation(NamedTuple):
 
 
 def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the rows of all ranks in the order of the data set, [total, ...].
+    """Return the rows of all ranks in dataset order, [total, ...].
 
     Every rank calls this. `DistributedSampler(shuffle=False)` gives rank r of W the samples
     r, r + W, r + 2 W, ... and repeats the first samples so that all ranks have the same number.
     This function removes the repeats.
 
     Args:
-        rows: CPU tensor [ceil(total / W), ...], a row per sample of this rank.
-        total: number of samples in the data set.
-        group: the W ranks; default: all.
+        rows: CPU tensor [ceil(total / W), ...] with one row per sample of this rank.
+        total: number of samples in the dataset.
+        group: process group of W ranks; default: all ranks.
     """
     shards = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, rows.contiguous(), group=group)
@@ -51,18 +51,18 @@ def evaluate(
     autocast: AbstractContextManager[Any],
     group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
-    """Classify a whole data set, each sample once. Every rank calls this.
+    """Classify a whole dataset, each sample once. Every rank calls this.
 
     Args:
-        model: DDP's wrapper is removed, because it would communicate.
-        batches: inputs (one or more) and labels of this rank, from
-            `DistributedSampler(shuffle=False)`.
-        total: number of samples in the data set.
-        autocast: the context of mixed precision.
-        group: the ranks that share the data set; default: all.
+        model: the classifier; a DDP wrapper is removed, because it would communicate.
+        batches: one or more inputs and the labels of this rank's samples, which
+            `DistributedSampler(shuffle=False)` selects.
+        total: number of samples in the dataset.
+        autocast: context manager for mixed precision.
+        group: process group over which the dataset is split; default: all ranks.
 
     Raises:
-        UserError: the outputs of the model are not finite.
+        UserError: some outputs of the model are not finite.
     """
     model = unwrapped(model)
     broadcast_buffers(model, group)
@@ -103,7 +103,7 @@ def write_predictions(
         path: the csv file.
         class_names: names of the labels 0, 1, ...
         evaluation: result of `evaluate`.
-        columns: further columns by name, with one value per sample.
+        columns: additional columns by name, with one value per sample.
     """
     if dist.get_rank() != 0:
         return

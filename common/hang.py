@@ -1,11 +1,11 @@
 """Report what each rank is waiting for, after a time-out, a lost connection or SIGUSR1.
 
-Each rank writes OUT/hang/rank-R.json: the line of the program that its main thread executes, and
-its latest collectives from torch's flight recorder. `explain` compares these files.
+Each rank writes OUT/hang/rank-R.json. It contains the source line that the main thread executes and
+the latest collectives from torch's flight recorder. `explain` compares these files.
 
-The recorder is read only in the main thread: reading it while another thread enters a collective
-can crash the process. A rank that is blocked inside a collective therefore reports its line
-immediately and its collectives after the time-out.
+The recorder is read only in the main thread, because reading it while another thread enters a
+collective can crash the process. A rank that is blocked inside a collective therefore reports its
+line immediately, and its collectives after the time-out.
 """
 
 import json
@@ -36,7 +36,7 @@ def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool
     Args:
         folder: OUT/hang.
         frames: stack of the main thread.
-        collectives: read the flight recorder; only the main thread may.
+        collectives: True to read the flight recorder, which only the main thread may do.
     """
     files = [frame.filename for frame in frames]
     own = [f for f in frames if "/lib/python" not in f.filename and "/common/" not in f.filename]
@@ -77,13 +77,13 @@ def _recorded() -> list[dict[str, Any]]:
 
 
 def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
-    """Return the reports of a folder that were written since a time, by rank."""
+    """Return the reports in a folder that were written at or after a time, sorted by rank."""
     reports = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
     return sorted((r for r in reports if r["time"] >= since), key=lambda report: report["rank"])
 
 
 def table(reports: Iterable[dict[str, Any]]) -> list[str]:
-    """Return one line per rank: its latest collective, and the line that it executes."""
+    """Return one line per rank with its latest collective and the source line that it executes."""
     lines = []
     for report in reports:
         what = "in a call" if report["collectives"] is None else "no collective yet"
@@ -96,11 +96,11 @@ def table(reports: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
-    """Return a sentence that names the rank that differs.
+    """Explain in one sentence why the ranks wait, and name the rank that causes it.
 
     Args:
         reports: result of `read_reports`.
-        states: states of the ranks without a report, for example "is stopped".
+        states: states of the ranks that wrote no report, for example "is stopped".
     """
     difference = _difference(reports)
     if states:
@@ -120,14 +120,14 @@ def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
 
 
 def _difference(reports: list[dict[str, Any]]) -> str:
-    """Return the first collective in which the ranks of a group differ, in words."""
+    """Describe the first collective in which the ranks of a group differ, if there is one."""
     for group in sorted({c["group"] for r in reports for c in r["collectives"] or ()}):
         members = {}
         for report in reports:
             own = [c for c in report["collectives"] or () if c["group"] == group]
             if own:
                 members[report["rank"]] = {c["number"]: c["call"] for c in own}
-        first = max(min(calls) for calls in members.values())  # recorders forget old calls
+        first = max(min(calls) for calls in members.values())  # recorders drop old calls
         last = max(max(calls) for calls in members.values())
         for number in range(first, last + 1):
             found = {rank: calls[number] for rank, calls in members.items() if number in calls}
@@ -151,7 +151,7 @@ def _numbers(ranks: Iterable[int]) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process of this machine that wrote no report."""
+    """Return the state of a process on this machine that wrote no report."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -161,7 +161,7 @@ def process_state(pid: int) -> str:
 
 
 def install(folder: Path) -> int:
-    """Write a report on SIGUSR1, as soon as the main thread executes Python code.
+    """Install a SIGUSR1 handler, which writes a report once the main thread executes Python code.
 
     Returns:
         A file descriptor from which `answer` reads the signals.
@@ -179,7 +179,7 @@ def install(folder: Path) -> int:
 
 
 def answer(descriptor: int, folder: Path) -> None:
-    """Write a report for a main thread that does not handle SIGUSR1, in another thread."""
+    """Write a report from another thread if the main thread does not handle SIGUSR1."""
     asked = time.time()
     if signal.SIGUSR1 not in os.read(descriptor, 100) or not dist.is_initialized():
         return
@@ -191,20 +191,20 @@ def answer(descriptor: int, folder: Path) -> None:
 
 
 def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> list[str]:
-    """Report this rank, request reports of other ranks on this machine, and compare them.
+    """Write a report, request reports from other ranks on this machine, and compare all reports.
 
     Args:
         folder: OUT/hang.
-        error: a time-out, or a lost connection.
+        error: exception of a time-out or a lost connection.
         store: contains the host and the process ID of each rank.
 
     Returns:
-        The table of ranks and a sentence, as lines.
+        The lines of `table`, followed by the sentence from `explain`.
     """
     if store is None:
         return []
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the first report has the line of the error
-    began = time.time() - 2  # ranks time out within two seconds
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # keep the report with the line of the error
+    began = time.time() - 2  # all ranks time out within two seconds of each other
     write_report(folder, traceback.extract_tb(error.__traceback__), collectives=True)
     try:
         states = _request_reports(store)
@@ -217,7 +217,7 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
 
 
 def _request_reports(store: dist.Store) -> dict[int, str]:
-    """Signal the ranks of this machine that have not reported; return their states."""
+    """Signal the ranks on this machine that have not reported, and return their states."""
     store.set(f"reported/{os.environ['RANK']}", "")
     time.sleep(1)
     states = {}

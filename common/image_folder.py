@@ -1,4 +1,4 @@
-"""A folder of images as bytes, with random crops that can be repeated.
+"""A dataset that reads a folder of images as bytes, with reproducible random crops.
 
 The seed, the epoch and the index of an image determine its crop, so crops do not depend on ranks,
 loader workers or interruptions.
@@ -23,21 +23,21 @@ from torchvision.transforms.v2 import functional as F
 from common.checkpoint import describe
 from common.launch import UserError
 
-# Folders that file servers, archivers and Windows create.
+# Folders that file servers, archivers and Windows create; they are not classes.
 NO_CLASSES = {"@eaDir", "@Recycle", "@Recently-Snapshot", "@__thumb", "#recycle", "#snapshot"}
 NO_CLASSES |= {"$RECYCLE.BIN", "System Volume Information", "__MACOSX", "lost+found"}
 
 
 class ImageFolder(datasets.ImageFolder):
-    """torchvision's ImageFolder with images as bytes, [3, size, size], and repeatable crops.
+    """torchvision's ImageFolder with images as bytes [3, size, size] and reproducible crops.
 
-    The key (epoch, index) returns a random crop; an index returns the center, for evaluation.
+    A key (epoch, index) returns a random crop. A plain index returns the center, for evaluation.
 
     Args:
         root: folder with one subfolder of images per class.
         size: height and width of the images, in pixels.
         seed: seed of the random crops.
-        classes: class names in the order of their labels; default: the folders, sorted.
+        classes: class names in the order of their labels; default: the sorted folder names.
 
     Raises:
         UserError: the folder or a class is missing, empty or unknown, or links repeat images.
@@ -85,7 +85,7 @@ class ImageFolder(datasets.ImageFolder):
         return samples
 
     def __getitem__(self, index: Any) -> tuple[Tensor, int]:
-        """Return an image, [3, size, size] bytes, and its label."""
+        """Return an image as bytes [3, size, size], and its label."""
         epoch, index = index if isinstance(index, tuple) else (None, index)
         path, label = self.samples[index]
         image = decode(path)
@@ -99,7 +99,7 @@ class ImageFolder(datasets.ImageFolder):
 
 
 def decode(path: str | Path) -> Tensor:
-    """Return an image file as RGB bytes, [3, H, W]. Its EXIF orientation is ignored.
+    """Decode an image file to RGB bytes [3, H, W]. The EXIF orientation is ignored.
 
     Raises:
         UserError: the file is damaged or not an image.
@@ -107,7 +107,7 @@ def decode(path: str | Path) -> Tensor:
     try:
         try:
             image = decode_image(torch.from_numpy(np.fromfile(path, np.uint8)), ImageReadMode.RGB)
-        except RuntimeError:  # BMP and TIFF, for example, and damaged files
+        except RuntimeError:  # BMP, TIFF and damaged files, for example
             with Image.open(path) as opened:
                 if opened.mode.startswith(("I", "F")):
                     raise ValueError("more than 8 bits per color; convert it to PNG") from None
@@ -120,17 +120,17 @@ def decode(path: str | Path) -> Tensor:
 
 
 def center_crop(size: int) -> v2.Compose:
-    """Return the transform for evaluation: Resize(256) and CenterCrop(224) for 224 pixels."""
+    """Return the transform for evaluation; for size 224: Resize(256), then CenterCrop(224)."""
     return v2.Compose([v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size)])
 
 
 def readable(path: str | Path) -> str:
-    r"""Return a path as text in which bytes that are not UTF-8 are escaped, for example `\xb9`."""
+    r"""Return a path as text. Bytes that are not valid UTF-8 are escaped, for example `\xb9`."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _class_folders(root: str | Path) -> dict[str, str]:
-    """Return the class folders by name, sorted. macOS writes some names in decomposed Unicode."""
+    """Return the class folders, sorted by name. Names are normalized to NFC for macOS."""
     folders: dict[str, str] = {}
     for entry in list(os.scandir(root)):
         if entry.is_symlink() and not Path(entry.path).exists():
@@ -151,7 +151,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def list_images(folder: str, reached: dict[str, str]) -> list[str]:
-    """Return the images below a folder, also through links, but none of them twice.
+    """Return all images below a folder. Links are followed, but may not lead to an image twice.
 
     `reached` maps the real paths of folders and linked files to the paths that led there.
     """
@@ -169,9 +169,9 @@ def list_images(folder: str, reached: dict[str, str]) -> list[str]:
 
 
 def _reach(path: str, reached: dict[str, str]) -> str:
-    """Return the real path of a folder or linked file that was not reached before."""
+    """Record that a folder or linked file was reached, and return its real path."""
     real = os.path.realpath(path)
-    # Whatever a reached folder contains is also reached through it.
+    # A link to a file in a folder that was already reached also repeats an image.
     first = reached.get(real) or (Path(path).is_symlink() and reached.get(str(Path(real).parent)))
     if first:
         raise UserError(f"{readable(path)} repeats images of {readable(first)}; remove the link")

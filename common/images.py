@@ -1,4 +1,4 @@
-"""Loaders of images: a folder, the digits or random pixels; bytes until they are on the device."""
+"""DataLoaders for a folder of images, the digits or random pixels. Batches are bytes on the CPU."""
 
 import functools
 import hashlib
@@ -20,11 +20,11 @@ from common.rank import cores, print0
 from common.sampler import ResumableSampler
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageNet's pixels in 0..1
-DUMMY_STEPS = 100  # per epoch of --dummy
+DUMMY_STEPS = 100  # steps per epoch with --dummy
 
 
 class InMemoryImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images as bytes, [P, 3, size, size], repeated if P < N, and labels, [N]; no random crops."""
+    """Images as bytes [P, 3, size, size], repeated if P < N, and labels [N]; no random crops."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, classes: Sequence[str]) -> None:
         self.pixels, self.labels, self.classes = pixels, labels, list(classes)
@@ -52,7 +52,7 @@ def image_loaders(
     pin_memory: bool = False,
     timeout: float = 120.0,
 ) -> tuple[Any, Any]:
-    """Return DataLoaders of the training and the test set. Every rank calls this.
+    """Return the DataLoaders for the training and the test set. Every rank calls this.
 
     Batches are bytes [B, 3, image_size, image_size] and labels [B]. The training loader drops the
     last, smaller batch. The test loader yields samples rank, rank + replicas, ... in order. The
@@ -63,12 +63,12 @@ def image_loaders(
         batch_size: samples per replica and step.
         image_size: height and width of the images, in pixels.
         seed: seed of the sample order and the crops.
-        workers: loader processes of this rank; -1 is its number of cores minus one.
-        rank: number of this data-parallel replica; default: the rank.
+        workers: loader processes of this rank; -1 means its number of cores minus one.
+        rank: index of this data-parallel replica; default: the global rank.
         replicas: number of data-parallel replicas; default: the world size.
         dummy: use random pixels, to measure the speed of training without files.
         pin_memory: use page-locked memory, from which a GPU copies while the host continues.
-        timeout: longest wait for a loader worker, in seconds.
+        timeout: maximum wait for a loader worker, in seconds.
 
     Raises:
         UserError: the files differ between nodes; see also `ImageFolder`.
@@ -93,7 +93,7 @@ def image_loaders(
     loader: Any = functools.partial(
         DataLoader,
         batch_size=batch_size,
-        num_workers=workers,  # forked; they share the list of files
+        num_workers=workers,  # forked, so that they share the list of files
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         timeout=timeout if workers else 0,
@@ -111,7 +111,7 @@ def normalize(
 ) -> Tensor:
     """Copy bytes [B, 3, H, W] to the device, and normalize them there as float32.
 
-    Bytes are a quarter of the size of floats. From pinned memory, the host does not wait.
+    Bytes take a quarter of the memory of floats. The host does not wait for pinned memory.
     """
     images = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=memory_format)
     mean, std = _statistics(device)
@@ -120,12 +120,12 @@ def normalize(
 
 @functools.cache  # creating a GPU tensor in every step would block the host
 def _statistics(device: torch.device) -> list[Tensor]:
-    """Return mean and standard deviation in the range of bytes, [3, 1, 1] each."""
+    """Return the mean and the standard deviation [3, 1, 1] of each channel, scaled to bytes."""
     return [255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (MEAN, STD)]
 
 
 def _dummy_images(batch_size: int, size: int) -> list[InMemoryImages]:
-    """Return 64 images of random pixels, repeated, with labels of 1,000 classes."""
+    """Return a training and a test set of 64 repeated random images, with 1,000 classes."""
     pixels = torch.randint(256, (64, 3, size, size), dtype=torch.uint8)
     labels = torch.arange(DUMMY_STEPS * batch_size) % 1000
     names = [str(label) for label in range(1000)]
@@ -133,7 +133,7 @@ def _dummy_images(batch_size: int, size: int) -> list[InMemoryImages]:
 
 
 def _enlarged_digits(size: int) -> list[InMemoryImages]:
-    """Return the embedded digits of 8x8 pixels as RGB images of size x size pixels."""
+    """Return a training and a test set of scikit-learn's digits, resized to `size` pixels."""
     digits, sets = image_data("digits", Path()), []
     for images, labels in (digits.train.tensors, digits.test.tensors):
         gray = (255 * (images * digits.std + digits.mean)).round().to(torch.uint8)
