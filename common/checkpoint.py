@@ -54,7 +54,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
         found = str(error).partition("Unsupported")[2].partition(" was not")[0]
         raise TypeError(
-            f"the state of a checkpoint contains more than tensors and plain values "
+            f"the checkpoint contains an object that is not a tensor or a plain value "
             f"(unsupported{found}); convert it, for example with float() or str()"
         ) from None
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
@@ -105,8 +105,8 @@ def describe(path: Path) -> str:
     if head.lstrip()[:1] == b"<":
         return "it is a web page; download the file again"
     if head.startswith(b"\x80"):
-        return "it has torch's format before 1.6; save it again with a current torch"
-    return "it is damaged or has another format"
+        return "it was saved in the format of torch < 1.6; save it again with a newer torch"
+    return "it is damaged or has an unknown format"
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
@@ -164,14 +164,14 @@ def load_weights(
             keys = ("ema", "state_dict", "model_state_dict", "model")
             found = next((found[key] for key in keys if key in found), found)
     if not isinstance(found, dict) or not any(isinstance(v, Tensor) for v in found.values()):
-        raise UserError(f"{path} contains no weights; expected a state dict: tensors by name")
+        raise UserError(f"{path} contains no weights; expected a state dict of tensors")
     weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     weights.pop("n_averaged", None)  # added by AveragedModel
     for prefix in 2 * WRAPPERS:
         if weights.keys().isdisjoint(names) and all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     if wrong := [n for n, v in weights.items() if v.is_floating_point() and v.isnan().any()]:
-        raise UserError(f"{path} contains NaN in {wrong[0]}; use weights saved before it diverged")
+        raise UserError(f"{path} contains NaN in {wrong[0]}; use weights from an earlier step")
     return weights, about
 
 
@@ -202,8 +202,8 @@ def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, An
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
         raise UserError(
-            f"{path} was trained on the classes {theirs}, but the data contains {ours}; "
-            f"use other weights or data"
+            f"{path} was saved with the classes {theirs}, but the data has the classes {ours}; "
+            f"use matching weights or data"
         )
 
 
@@ -217,9 +217,10 @@ def check_flags(
     """
     for name, value in before.items():
         if value != now.get(name) and name in ("seed", "batch_size"):
-            raise UserError(f"{path} was saved with --{name.replace('_', '-')} {value}; use it")
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} differs from its value in {path}; use {flag} {value}")
         if value != now.get(name) and name not in FREE:
-            warn(f"{path} was saved with {name} = {value}; now it is {now.get(name)}")
+            warn(f"{path} was saved with {name} = {value}; this run uses {now.get(name)}")
 
 
 def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
@@ -231,7 +232,7 @@ def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) 
     for name, part in parts.items():
         try:
             if isinstance(part, OneCycleLR) and part.total_steps != states[name]["total_steps"]:
-                raise ValueError("the schedule depends on --epochs; use the same value, or weights")
+                raise ValueError("the schedule depends on --epochs; use the value of the saved run")
             part.load_state_dict(states[name])
         except (KeyError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[-1].strip()

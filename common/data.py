@@ -100,8 +100,8 @@ def _download(name: str, folder: Path) -> None:
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"cannot download {name} to {folder} ({reason}); if you have its files, "
-            f"pass their folder to --dataset"
+            f"cannot download {name} to {folder} ({reason}); download it elsewhere, "
+            f"and pass the folder of its files to --dataset"
         ) from None
 
 
@@ -118,7 +118,7 @@ def _read_split(root: Path, split: str) -> tuple[Tensor, Tensor]:
     count, size = len(labels), images.shape[-1]
     if images.shape != (count, size, size) or labels.dim() != 1 or count == 0 or size < 8:
         shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
-        raise UserError(f"{root} has {split} {shapes}; use [N, S, S] and [N] with S >= 8")
+        raise UserError(f"{root}: {split} {shapes}; expected [N, S, S] and [N], S >= 8")
     return images, labels
 
 
@@ -149,7 +149,7 @@ def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
     )
     classes = 1 + max(int(labels.max()) for _, labels in splits)  # a split may lack the last class
     if classes < 2:
-        raise UserError(f"{name} has only one class; use at least two")
+        raise UserError(f"{name} has only one class; use a dataset with at least two")
     class_names = CLOTHES if name == "fashion-mnist" else [str(label) for label in range(classes)]
     return ImageData(name, train, test, class_names, mean, std)
 
@@ -159,7 +159,7 @@ def absent_classes(names: Sequence[str], labels: Iterable[int]) -> str:
     present = set(labels)
     absent = [name for label, name in enumerate(names) if label not in present]
     words = ", ".join(absent[:5] + ["..."] * (len(absent) > 5))
-    return f"no test images of {len(absent)} class(es): {words}" if absent else ""
+    return f"no test images for {len(absent)} class(es): {words}" if absent else ""
 
 
 class DigitNet(nn.Sequential):

@@ -108,15 +108,15 @@ def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
         return "; ".join([*found, difference] if difference else found)
     at = {report["rank"]: report["line"] for report in reports}
     if late := [report["rank"] for report in reports if report["waits_for"] == "data"]:
-        return f"rank {_numbers(late)} waits for its data loader; it is at {at[late[0]]}"
+        return f"rank {_numbers(late)} is waiting for its data loader at {at[late[0]]}"
     if difference:
         return difference
     if busy := [report["rank"] for report in reports if not report["waits_for"]]:
-        return f"rank {_numbers(busy)} does not wait for others; it is at {at[busy[0]]}"
+        return f"rank {_numbers(busy)} is not waiting for other ranks; it is at {at[busy[0]]}"
     if len({*at.values()}) == 1:
-        return "all ranks are at the same line: they receive what none sends, or the network failed"
+        return "all ranks are blocked at the same line: no rank sends, or the network failed"
     where = (f"rank {rank} at {line}" for rank, line in at.items())
-    return f"the ranks wait for each other: {'; '.join(where)}"
+    return f"the ranks are waiting for each other: {'; '.join(where)}"
 
 
 def _difference(reports: list[dict[str, Any]]) -> str:

@@ -77,10 +77,11 @@ class ImageFolder(datasets.ImageFolder):
         for name, folder in _class_folders(directory).items():
             if name not in class_to_idx:
                 known = ", ".join([*list(class_to_idx)[:5], "..."])
-                raise UserError(f"{readable(folder)} is not a class of the training set ({known})")
+                text = f"{readable(folder)} is not a class of the training set ({known})"
+                raise UserError(f"{text}; rename or remove it")
             if not (paths := list_images(folder, reached)):
                 kinds = " ".join(IMG_EXTENSIONS)
-                raise UserError(f"{readable(folder)} has no images ({kinds}); remove the folder")
+                raise UserError(f"{readable(folder)} has no images ({kinds}); remove it")
             samples += [(path, class_to_idx[name]) for path in paths]
         return samples
 
@@ -110,7 +111,7 @@ def decode(path: str | Path) -> Tensor:
         except RuntimeError:  # BMP, TIFF and damaged files, for example
             with Image.open(path) as opened:
                 if opened.mode.startswith(("I", "F")):
-                    raise ValueError("more than 8 bits per color; convert it to PNG") from None
+                    raise ValueError("more than 8 bits per channel; convert it to PNG") from None
                 image = F.pil_to_tensor(opened.convert("RGB"))
     except Exception as error:  # Pillow raises errors of many types for damaged files
         reason = describe(Path(path)) if isinstance(error, UnidentifiedImageError) else error
@@ -138,7 +139,7 @@ def _class_folders(root: str | Path) -> dict[str, str]:
         if entry.is_dir() and not _is_hidden(entry.name):
             name = unicodedata.normalize("NFC", readable(entry.name))
             if name in folders:
-                raise UserError(f"{readable(root)} has {name} in two Unicode forms; merge them")
+                raise UserError(f"{readable(root)} has two folders {name} in different Unicode forms; merge them")
             folders[name] = os.fspath(entry.path)
     if not folders:
         root = readable(root)
@@ -174,6 +175,6 @@ def _reach(path: str, reached: dict[str, str]) -> str:
     # A link to a file in a folder that was already reached also repeats an image.
     first = reached.get(real) or (Path(path).is_symlink() and reached.get(str(Path(real).parent)))
     if first:
-        raise UserError(f"{readable(path)} repeats images of {readable(first)}; remove the link")
+        raise UserError(f"{readable(path)} duplicates images of {readable(first)}; remove the link")
     reached[real] = path
     return real

@@ -72,7 +72,7 @@ class Log:
             earlier.mkdir()
             for path in found:
                 path.rename(earlier / path.name)
-            self.print0(f"moved an earlier run to {earlier}")
+            self.print0(f"moved the files of an earlier run to {earlier}")
 
     def show_step(self, step: int, total: int, label: str) -> None:
         """Update the progress bar."""

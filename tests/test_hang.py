@@ -50,15 +50,15 @@ DIFFERS = "the ranks differ in collective 17: "  # in step 6
         ),
         (
             "rank == 1 and next(iter(DataLoader(data.train, collate_fn=lambda _: time.sleep(15))))",
-            r"rank 1 waits for its data loader; it is at train\.py:\d+",
+            r"rank 1 is waiting for its data loader at train\.py:\d+",
         ),
         (
             "dist.recv(torch.ones(3), (rank + 1) % 3)",
-            "all ranks are at the same line: they receive what none sends",
+            "all ranks are blocked at the same line: no rank sends",
         ),
         (
             "time.sleep(15) if rank == 2 else dist.recv(torch.ones(3), rank + 1)",
-            r"rank 2 does not wait for others; it is at train\.py:\d+",
+            r"rank 2 is not waiting for other ranks; it is at train\.py:\d+",
         ),
     ],
     ids=["extra", "branch", "uneven", "shapes", "swapped", "loader", "crossed", "chain"],
@@ -109,7 +109,7 @@ FIRST, BIG, SMALL = (1, "all_reduce [3]"), (2, "all_reduce [64]"), (2, "all_redu
         (
             [report(0, [FIRST, BIG]), report(1, [FIRST], waits_for="data")],
             {},
-            "rank 1 waits for its data loader; it is at train.py:1: call()",
+            "rank 1 is waiting for its data loader at train.py:1: call()",
         ),
         (  # rank 2 has forgotten the first call; rank 3 does not belong to the group
             [report(0, [FIRST, BIG]), report(1, [FIRST]), report(2, [BIG]), report(3, [])],
@@ -119,7 +119,7 @@ FIRST, BIG, SMALL = (1, "all_reduce [3]"), (2, "all_reduce [64]"), (2, "all_redu
         (
             [report(0, [FIRST]), report(1, [FIRST]), report(2, [], collectives=None)],
             {},
-            "the ranks wait for each other: rank 0 at train.py:0: call(); "
+            "the ranks are waiting for each other: rank 0 at train.py:0: call(); "
             "rank 1 at train.py:1: call(); rank 2 at train.py:2: call()",
         ),
     ],

@@ -80,7 +80,7 @@ def test_replicas_that_drift_apart_fail_the_run(tmp_path: Path) -> None:
     mutate = [("examples.gan_ddp.train", old, new) for old, new in changes]
     run = ranks.run("gan_ddp", 2, ["--epochs", "1"], out=tmp_path / "out", mutate=mutate)
     assert run.codes == [1, 1]
-    assert "parameters of rank(s) [1] differ from those of rank 0" in run.text
+    assert "parameters of rank(s) [1] differ from rank 0" in run.text
 
 
 def test_frechet_distance() -> None:

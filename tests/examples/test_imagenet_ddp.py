@@ -67,7 +67,7 @@ def test_ranks_train_the_same_model(
     assert all(f"/{row['label_name']}/" in row["file"] for row in run.rows())
     assert_same_state(run.checkpoint()["parts"]["model"], plain.state)
     assert "12 images" not in run.text
-    assert "has no test images of 1 class(es): class 11" in run.text
+    assert "has no test images for 1 class(es): class 11" in run.text
 
 
 def test_batch_norm_and_dropout_are_those_of_each_rank(images: Path, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_weights_of_other_classes_are_refused(
         words += ["--resume", str(trained.out / "best.safetensors")]
         run = ranks.run(EXAMPLE, 1, words, out=tmp_path / "out")
         assert run.codes == [2]
-        assert "was trained on the classes" in run.text
+        assert "was saved with the classes" in run.text
 
 
 # ------------------------------------------------------------------------------------- commands

@@ -208,7 +208,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
         (b"", "it is empty"),
         (LFS, "git lfs pull"),
         (b"\n<!DOCTYPE html>", "web page"),
-        (b"damaged", "damaged or has another format"),
+        (b"damaged", "damaged or has an unknown format"),
     ],
 )
 def test_files_without_weights(

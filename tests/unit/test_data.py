@@ -100,7 +100,7 @@ def test_classes_are_counted_in_both_sets(tmp_path: Path, train: int, test: int)
 
 def test_classes_without_test_images_are_named(tmp_path: Path) -> None:
     write(tmp_path, np.arange(1, 9), np.array([1, 8]))
-    words = "8 training images; no test images of 7 class(es): 0, 2, 3, 4, 5, ..."
+    words = "8 training images; no test images for 7 class(es): 0, 2, 3, 4, 5, ..."
     assert str(image_data(str(tmp_path), Path("unused"))) == f"{tmp_path}, {words}"
 
 
@@ -167,7 +167,7 @@ def test_damaged_files_are_named(files: Path, kind: str) -> None:
         image_data(str(files), Path("unused"))
     assert str(path) in str(error.value)
     reasons = {"page": "web page", "pointer": "git lfs pull", "empty": "it is empty"}
-    assert reasons.get(kind, "another format") in str(error.value)
+    assert reasons.get(kind, "unknown format") in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 

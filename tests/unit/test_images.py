@@ -154,7 +154,7 @@ def test_unicode_forms_of_a_name_are_one_class(animals: Path) -> None:
     val = ImageFolder(animals / "val", 8, classes=train.classes)
     assert (val.classes, val.targets) == (["cat", "dog", names[0]], [0, 0, 0, 1, 1, 1, 2])
     picture(animals / "train" / names[1] / "0.png")
-    with pytest.raises(UserError, match="two Unicode forms"):
+    with pytest.raises(UserError, match="different Unicode forms"):
         ImageFolder(animals / "train", 8)
 
 
@@ -388,7 +388,7 @@ def test_classes_without_test_images_are_named(
 ) -> None:
     shutil.rmtree(animals / "val/cat")
     image_loaders(animals, 2, 8, 0, 0)
-    assert capsys.readouterr().out == f"{animals}/val has no test images of 1 class(es): cat\n"
+    assert capsys.readouterr().out == f"{animals}/val has no test images for 1 class(es): cat\n"
 
 
 @pytest.mark.usefixtures("alone")

@@ -145,7 +145,7 @@ def test_links_that_repeat_images_are_one_line(tmp_path: Path) -> None:
     for program, word in (("predict", "--weights=x"), ("resize_images", tmp_path / "target")):
         done = programs.run(*programs.PYTHON, f"tools.{program}", tmp_path, word)
         assert (done.code, done.stdout) == (2, "")
-        assert done.stderr == f"error: {tmp_path}/cat/cat repeats images of {tmp_path}/cat; " + (
+        assert done.stderr == f"error: {tmp_path}/cat/cat duplicates images of {tmp_path}/cat; " + (
             "remove the link\n"
         )
 
