@@ -206,15 +206,15 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
         for name in ("epochs", "batch_size", "nproc", "checkpoint_every", "timeout"):
             if vars(args)[name] <= 0:
                 flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} {vars(args)[name]} must be positive")
+                raise UserError(f"{flag} must be positive, got {vars(args)[name]}")
         if isinstance(args, NodeArgs) and not 0 <= args.rank < args.world_size:
-            raise UserError(f"--rank {args.rank} must be from 0 to {args.world_size - 1}")
+            raise UserError(f"--rank must be from 0 to {args.world_size - 1}, got {args.rank}")
         if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
             raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
         if args.nproc > 1 and launched():
             raise UserError("--nproc has no effect under torchrun or srun; remove it or unset RANK")
         if len(os.fsencode(tempfile.gettempdir())) > 70 and (args.nproc > 1 or args.workers):
-            raise UserError("TMPDIR is too long for a socket (more than 70 bytes); set TMPDIR=/tmp")
+            raise UserError("TMPDIR is longer than 70 bytes, too long for a socket; set TMPDIR=/tmp")
         return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))
     except UserError as error:
         captured.write(f"error: {error}\n")

@@ -94,9 +94,9 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
     wanted = args.dist_backend if isinstance(args, NodeArgs) else "auto"
     devices = 0 if args.device == "cpu" else torch.cuda.device_count()
     if args.device == "cuda" and not devices:
-        raise UserError("--device cuda: torch finds no CUDA device; use --device cpu")
+        raise UserError("--device cuda: torch found no CUDA device; use --device cpu")
     if wanted == "nccl" and not devices:
-        raise UserError("--dist-backend nccl needs CUDA devices; use gloo")
+        raise UserError("--dist-backend nccl requires CUDA devices; use gloo")
     if not devices:
         return torch.device("cpu"), "gloo"
     device = torch.device("cuda", here.local_rank % devices)

@@ -66,7 +66,7 @@ def _connect(here: Place, seconds: float) -> dist.Store:
             timeout=timedelta(seconds=seconds),
         )
     except dist.DistNetworkError:
-        raise UserError(f"port {port} is used by another program; choose another one") from None
+        raise UserError(f"port {port} is used by another program; use another port") from None
 
 
 def _await_host(host: str, port: int, seconds: float) -> None:
@@ -77,7 +77,7 @@ def _await_host(host: str, port: int, seconds: float) -> None:
             return socket.create_connection((host, port), timeout=1).close()
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"node 0 does not accept connections at {host}:{port} after {seconds:g} s; "
+                f"node 0 did not accept connections at {host}:{port} within {seconds:g} s; "
                 f"check the address, the port and the firewall"
             )
         time.sleep(0.1)

@@ -106,13 +106,13 @@ class Run:
             self.args.out.mkdir(parents=True, exist_ok=True)
             self._lock = (self.args.out / "lock").open("a")  # another run's lines remain
         except OSError as error:
-            raise UserError(f"cannot write --out {self.args.out}: {error.strerror}") from None
+            raise UserError(f"cannot write to --out {self.args.out}: {error.strerror}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another run writes to {self.args.out}; use another --out") from None
+            raise UserError(f"another run is using {self.args.out}; use another --out") from None
         except OSError as error:  # a network file system without locks
-            self.warn(f"cannot lock --out ({error.strerror}): a second run would go unnoticed")
+            self.warn(f"cannot lock --out ({error.strerror}): do not start another run there")
 
     def _greet(self, what: object, replicas: int | None) -> None:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
@@ -149,7 +149,7 @@ class Run:
             self._load_checkpoint(*found)
         elif resume not in ("auto", "no"):
             checkpoint.load_model(Path(resume), self.parts["model"], self.about)
-            self.print0(f"loaded the weights of {resume}")
+            self.print0(f"loaded the weights from {resume}")
 
     def _check_same_step(self, step: int | None) -> None:
         found: list[Any] = [None] * self.world_size
@@ -164,7 +164,7 @@ class Run:
         steps = [step for step, *_ in found]
         if len({*steps}) > 1:
             raise UserError(
-                f"the ranks found checkpoints of different steps, {steps}; "
+                f"the ranks found checkpoints of different steps: {steps}; "
                 f"put --out on a file system that all nodes share"
             )
 
@@ -239,7 +239,7 @@ class Run:
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
-            self.warn(f"{name} was frozen when DDP was created: its gradient is not averaged")
+            self.warn(f"{name} was frozen when DDP was created, so its gradient is not averaged")
         total, first = len(loader), self.batch
         random = checkpoint.random_state()
         if first:  # a sampler may draw the order of the epoch from the global generator
@@ -279,7 +279,7 @@ class Run:
         folder = self.args.out / "profile"
         folder.mkdir(exist_ok=True)
         traced.export_chrome_trace(str(folder / f"rank-{self.rank}.json.gz"))
-        self.print0(f"traced {self.args.profile} steps in {folder}")
+        self.print0(f"wrote a trace of {self.args.profile} steps to {folder}")
 
     def log(self, loss: Tensor) -> None:
         """Keep the loss of a step, this rank's mean. Reading it now would wait for the device."""

@@ -67,9 +67,9 @@ def flip_bit(path: Path) -> None:
         (2, ["--resume", "no.safetensors"], "no.safetensors contains no weights: No such file"),
         (2, ["--resume", "README.md"], "README.md is not a checkpoint"),
         (2, ["--lr", "1e30"], "training diverged"),
-        (1, ["--device", "cuda"], "--device cuda: torch finds no CUDA device"),
-        (1, ["--dist-backend", "nccl"], "--dist-backend nccl needs CUDA devices"),
-        (1, ["--epochs", "0"], "--epochs 0 must be positive"),
+        (1, ["--device", "cuda"], "--device cuda: torch found no CUDA device"),
+        (1, ["--dist-backend", "nccl"], "--dist-backend nccl requires CUDA devices"),
+        (1, ["--epochs", "0"], "--epochs must be positive, got 0"),
         (1, ["--world-size", "2"], "--world-size needs --dist-url"),
     ],
 )
@@ -182,7 +182,7 @@ def test_folder_of_another_run_is_locked(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "lock").read_text() == "processes of that run"
     assert training.codes[0] == 2, training.text
     assert len(errors(training)) == 1
-    assert "another run writes to" in errors(training)[0]
+    assert "another run is using" in errors(training)[0]
 
 
 def test_full_disk_is_one_line(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_missing_rank_is_named(nodes: int, tmp_path: Path) -> None:
 def test_missing_first_node_is_named(tmp_path: Path) -> None:
     training = run(2, QUICK, tmp_path / "out", missing=[0], nodes=2)
     assert training.codes == [75], training.text
-    assert "node 0 does not accept connections at 127.0.0.1:" in errors(training)[0]
+    assert "node 0 did not accept connections at 127.0.0.1:" in errors(training)[0]
 
 
 def test_nodes_with_different_world_sizes(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_port_is_taken(tmp_path: Path) -> None:
         env = {0: {"MASTER_PORT": str(port)}}
         training = run(2, QUICK, tmp_path / "out", nodes=2, missing=[1], env=env)
     assert training.codes == [2], training.text
-    assert errors(training) == [f"port {port} is used by another program; choose another one"]
+    assert errors(training) == [f"port {port} is used by another program; use another port"]
 
 
 def test_exception_of_one_rank_is_one_traceback(tmp_path: Path) -> None:

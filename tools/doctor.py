@@ -110,7 +110,7 @@ def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]
     count, available = torch.cuda.device_count(), torch.cuda.get_arch_list()
     if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
         remedy = f"compare nvidia-smi with this torch, which has CUDA {torch.version.cuda}"
-        yield Finding("error", "torch finds no CUDA device", remedy)
+        yield Finding("error", "torch found no CUDA device", remedy)
     for number in range(count)[local_rank::ranks]:
         major, minor = torch.cuda.get_device_capability(number)
         name = f"cuda:{number} {torch.cuda.get_device_name(number)}, sm_{major}{minor}"

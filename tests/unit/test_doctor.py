@@ -106,7 +106,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     each = [wrong(doctor.check_devices("auto", rank, 3)) for rank in range(3)]
     assert each == [{}, {one: "warning"}, {two: "error"}]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert wrong(doctor.check_devices("cuda", 0, 1)) == {"torch finds no CUDA device": "error"}
+    assert wrong(doctor.check_devices("cuda", 0, 1)) == {"torch found no CUDA device": "error"}
 
 
 def job(fault: str, folder: Path) -> dict[str, str]:
@@ -194,4 +194,4 @@ def test_a_machine_reports_if_the_ranks_cannot_connect(tmp_path: Path) -> None:
     codes, (text,) = ranks._forked([(program, 1, 0, str(ranks.free_port()), tmp_path)], tmp_path)
     assert codes == [2]
     assert "memory: " in text
-    assert text.count("error: the ranks cannot connect: node 0 does not accept connections") == 1
+    assert text.count("error: the ranks cannot connect: node 0 did not accept connections") == 1

@@ -154,7 +154,7 @@ def test_unicode_forms_of_a_name_are_one_class(animals: Path) -> None:
     val = ImageFolder(animals / "val", 8, classes=train.classes)
     assert (val.classes, val.targets) == (["cat", "dog", names[0]], [0, 0, 0, 1, 1, 1, 2])
     picture(animals / "train" / names[1] / "0.png")
-    with pytest.raises(UserError, match="different Unicode forms"):
+    with pytest.raises(UserError, match="two Unicode forms"):
         ImageFolder(animals / "train", 8)
 
 

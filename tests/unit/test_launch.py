@@ -101,11 +101,11 @@ def test_flags(read: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--batch-size", "0"], "error: --batch-size 0 must be positive"),
-        (["--timeout", "-1"], "error: --timeout -1.0 must be positive"),
-        (["--checkpoint-every", "0"], "error: --checkpoint-every 0"),
-        (["--nproc", "0"], "error: --nproc 0"),
-        (["--world-size", "2", "--rank", "2", "--dist-url", URL], "error: --rank 2 must be"),
+        (["--batch-size", "0"], "error: --batch-size must be positive, got 0"),
+        (["--timeout", "-1"], "error: --timeout must be positive, got -1.0"),
+        (["--checkpoint-every", "0"], "error: --checkpoint-every must be positive"),
+        (["--nproc", "0"], "error: --nproc must be positive"),
+        (["--world-size", "2", "--rank", "2", "--dist-url", URL], "error: --rank must be from 0 to 1, got 2"),
         (["--world-size", "2", "--rank", "1"], "error: --world-size needs --dist-url"),
         (["--epochs", "two"], "--epochs"),
     ],
