@@ -1,8 +1,8 @@
-"""Start ranks from a command. This module does not import torch, so that `--help` is fast.
+"""Start the ranks of a job. This module does not import torch, so that `--help` is fast.
 
 | command | started by |
 |---|---|
-| `python -m examples.NAME` | the shell: a world of one |
+| `python -m examples.NAME` | the shell, as a single rank |
 | `python -m examples.NAME --nproc N` | `start`, N processes |
 | the same on M nodes with `--world-size M --rank R --dist-url tcp://HOST:PORT` | `start` |
 | `torchrun -m examples.NAME`, also on Kubernetes | torchrun |
@@ -32,7 +32,7 @@ from tyro.conf import arg
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LOST = 75  # exit code: another process was lost or never joined
-INIT_METHOD = "INIT_METHOD"  # environment variable with the rendezvous of the ranks of `start`
+INIT_METHOD = "INIT_METHOD"  # environment variable: `start` passes the init method to its ranks
 
 
 class UserError(Exception):
@@ -93,7 +93,7 @@ class NodeArgs(RunArgs):
 
 
 class Place(NamedTuple):
-    """The place of a process in the job, in torchrun's terms."""
+    """The ranks and sizes that torchrun defines for a process, and its init method."""
 
     rank: int
     local_rank: int
@@ -103,7 +103,7 @@ class Place(NamedTuple):
 
 
 def launched() -> bool:
-    """Return True if torchrun or srun started this process, possibly with others."""
+    """Return True if torchrun or srun started this process."""
     step_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))  # 1 in a shell of `srun --pty`
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE")) or step_tasks > 1
 
@@ -113,7 +113,7 @@ def place(args: RunArgs, local_rank: int) -> Place:
 
     Args:
         args: the flags.
-        local_rank: the number of this process on its machine.
+        local_rank: index of this process on its machine.
 
     Raises:
         UserError: the variables of the launcher are incomplete.
@@ -147,7 +147,7 @@ def _slurm_place() -> Place:
     # two jobs on one host do not collide.
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
     port = 20_000 + int(env["SLURM_JOB_ID"]) % 10_000
-    tasks = [  # per node, from "4(x2),3"
+    tasks = [  # tasks per node: "4(x2),3" means 4, 4, 3
         int(count)
         for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
         for _ in range(int(repeat or 1))
@@ -166,12 +166,12 @@ def _tcp(host: str, port: str) -> str:
 
 
 def start(args_class: type[RunArgs], module: str) -> NoReturn:
-    """Read the flags, run the ranks of this machine, and exit with their code.
+    """Read the flags, run the ranks of this machine, and exit with their exit code.
 
     Args:
         args_class: the flags, a frozen dataclass.
         module: module with `main(args)`, which starts the ranks, and `main_worker(local_rank,
-            args)`, which runs one. Imported after the flags are read, because it imports torch.
+            args)`, which runs one. Since it imports torch, it is imported after reading the flags.
     """
     args = read_args(args_class, module.removesuffix(".train"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
@@ -180,7 +180,7 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
         importlib.import_module(module).main_worker(local_rank, args)
         _exit(0)
     if isinstance(args, NodeArgs) and args.multiprocessing_distributed:
-        import torch  # takes seconds, needed here for this flag only
+        import torch  # importing it takes seconds; only this flag needs it here
 
         args = replace(args, nproc=max(1, torch.cuda.device_count()))
     print(f"starting {args.nproc} process(es) ...", flush=True)
@@ -188,7 +188,7 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
         importlib.import_module(module).main_worker(0, args)
         _exit(0)
     with tempfile.TemporaryDirectory() as folder:
-        # A file, because a port could be taken, or be accessible to other machines.
+        # Use a file, because a port could be in use, or be accessible to other machines.
         os.environ[INIT_METHOD] = f"file://{folder}/rendezvous"
         _start_fork_server(module)
         code = _spawn(importlib.import_module(module), args)
@@ -196,7 +196,7 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
 
 
 def read_args(args_class: type[RunArgs], program: str) -> Any:
-    """Return the command line as an instance of `args_class`; only rank 0 reports errors."""
+    """Parse the command line into an instance of `args_class`; only rank 0 reports errors."""
     variable = "LOCAL_RANK" if "GROUP_RANK" in os.environ else "RANK"  # one log per torchrun node
     rank = int(os.environ.get(variable) or os.environ.get("SLURM_PROCID", "0"))
     captured = io.StringIO()
@@ -229,14 +229,14 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
 
 
 def expand_home(args: Any) -> Any:
-    """Replace ~ in paths; the shell expands it neither in quotes nor in --out=~/runs."""
+    """Expand ~ in paths, because the shell does not expand it in quotes or in --out=~/runs."""
     paths = {name: path for name, path in vars(args).items() if isinstance(path, Path)}
     return replace(args, **{name: path.expanduser() for name, path in paths.items()})
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Generator[None]:
-    """Print a UserError and exit with code 2, in a program that starts no ranks."""
+    """Print a UserError as one line and exit with code 2; for programs that start no ranks."""
     try:
         yield
     except UserError as error:
@@ -245,7 +245,7 @@ def one_line_errors() -> Generator[None]:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit without freeing all Python objects, which takes 1.5 s."""
+    """Exit without freeing all Python objects, because that would take 1.5 s."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -254,11 +254,11 @@ def _exit(code: int) -> NoReturn:
 def _start_fork_server(module: str) -> None:
     """Import torch once, in a server from which all ranks are forked.
 
-    Importing does not initialize CUDA, so that the ranks can use it.
+    Importing torch does not initialize CUDA, so the forked ranks can still use it.
     """
     multiprocessing.set_forkserver_preload([module, "torch._dynamo"])
     # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
-    # the ranks. They inherit the ignored and blocked signals.
+    # the ranks. The helpers inherit which signals are ignored or blocked.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     resource_tracker.ensure_running()  # before the mask, because ensure_running unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -270,13 +270,13 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
     """Start the ranks and wait for them; return the exit code of the rank that failed first."""
     from torch.multiprocessing import ProcessExitedException  # importing torch takes seconds
 
-    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the ranks report
+    logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the ranks report errors
     stopped_at = list[float]()
 
     def forward(signum: int, _: FrameType | None) -> None:
-        """Make the ranks save and exit; a second signal kills them.
+        """Forward a signal, so that the ranks save and exit; a second signal kills them.
 
-        A signal within one second is the same Ctrl-C, sent by the terminal and by a parent.
+        Signals within one second count as one, because both the terminal and a parent send Ctrl-C.
         """
         signal_now = signum
         if signum in STOP_SIGNALS:

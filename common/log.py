@@ -1,4 +1,4 @@
-"""Console, progress bar and files of a run. Rank 0 writes them; logging never communicates."""
+"""Console output, progress bar and files of a run. Rank 0 writes; logging never communicates."""
 
 import json
 import os
@@ -21,7 +21,7 @@ FILES |= {"best.safetensors", "predictions.csv", "model", "samples"}
 
 
 class Log:
-    """Write to the console, metrics.jsonl, TensorBoard and curves.png.
+    """Logger that writes to the console, metrics.jsonl, TensorBoard and curves.png.
 
     Args:
         out: folder of the run.
@@ -30,10 +30,10 @@ class Log:
 
     def __init__(self, out: Path, active: bool) -> None:
         self.out, self.active = out, active
-        self.points: list[dict[str, Any]] = []  # values of the whole run, for the curves
+        self.points: list[dict[str, Any]] = []  # values of the whole run, to draw the curves
         self._unwritten: list[dict[str, Any]] = []
         self._events: Any = None
-        tqdm.set_lock(threading.RLock())  # the default semaphore outlives a killed process
+        tqdm.set_lock(threading.RLock())  # tqdm's default semaphore would outlive a killed process
         self._bar = tqdm(unit="step", leave=False, disable=None if active else True)
 
     def print0(self, line: str) -> None:
@@ -49,7 +49,7 @@ class Log:
             tqdm.write(f"\033[33m{line}\033[0m" if sys.stderr.isatty() else line, sys.stderr)
 
     def open(self, step: int) -> None:
-        """Open the files: create them at step 0, otherwise continue them from `step`."""
+        """Create the files at step 0, or continue existing files from a later step."""
         if not self.active:
             return
         if step == 0:
@@ -60,12 +60,12 @@ class Log:
         (self.out / "metrics.jsonl").write_text(text)
         from torch.utils.tensorboard import SummaryWriter  # takes a second, on rank 0 only
 
-        purge = step + 1 if step else None  # the run repeats the events from this step on
+        purge = step + 1 if step else None  # this run repeats the events after `step`
         self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=purge)
 
     def _move_earlier_run(self) -> None:
         """Move the files of an earlier run aside so that this run cannot resume from them."""
-        found = [path for path in self.out.glob("*") if path.name in FILES]  # user files stay
+        found = [path for path in self.out.glob("*") if path.name in FILES]  # not other files
         if found:
             numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]
             earlier = self.out / f"earlier.{max(numbers, default=-1) + 1}"
@@ -81,7 +81,7 @@ class Log:
         self._bar.update(0)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Record values of a step, under the names that TensorBoard shows."""
+        """Record the values of a step under the names that TensorBoard shows."""
         if self.active:
             self._unwritten.append({"step": step, **values})
 
@@ -125,7 +125,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
-    """Draw the losses, and below them the other metrics, over the steps."""
+    """Plot the losses against the steps, and the other metrics below them."""
     import matplotlib as mpl  # importing it takes 1.5 s with pandas
 
     mpl.use("Agg")
@@ -144,7 +144,7 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
 
 
 def _commit() -> str:
-    """Return the commit of the source, from the image or from git."""
+    """Return the commit of the source code, from the container image or from git."""
     if revision := os.environ.get("SOURCE_REVISION"):
         return revision
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]

@@ -1,4 +1,4 @@
-"""Mixed precision and repeatable kernels."""
+"""Mixed precision and deterministic kernels."""
 
 import os
 from typing import Any
@@ -14,11 +14,11 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     """Return a context in which matrix products and convolutions run in the given precision.
 
     Args:
-        precision: fp32, bf16, fp16, or auto: bf16 if the device computes it natively, else fp32.
+        precision: fp32, bf16, fp16 or auto, which is bf16 if the device supports it natively.
         device: device of this rank.
 
     Raises:
-        UserError: bf16 on a GPU that only emulates it.
+        UserError: bf16 was requested on a GPU that only emulates it.
     """
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -33,15 +33,15 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def set_kernels(deterministic: bool, device: torch.device) -> None:
-    """Disable TF32 on CUDA, and select fast or repeatable kernels.
+    """Disable TF32 on CUDA, and select fast or deterministic kernels.
 
-    By default, only cuDNN's convolutions round float32 to TF32.
+    By default, torch uses TF32 only in cuDNN's convolutions.
     """
     if device.type != "cuda":
         return
     backends: Any = torch.backends  # properties that type checkers do not see
     backends.fp32_precision = "ieee"
-    # torch 2.11 keeps the default of convolutions unless they are named.
+    # With torch 2.11, convolutions keep their default unless it is set explicitly.
     backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
     backends.cuda.matmul.fp32_precision = "ieee"
     backends.cudnn.benchmark = not deterministic  # tries the algorithms once per shape

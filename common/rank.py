@@ -5,16 +5,16 @@
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
 
-and names missing ranks. `record` replaces torch's decorator of that name: an error is one line
-per job, and a scheduler can act on the exit code.
+and names missing ranks. `record` replaces torch's decorator of the same name. It prints an error
+once per job and sets an exit code for the scheduler.
 
 | code | meaning | a scheduler should |
 |---|---|---|
 | 0 | done | |
-| 2 | a mistake of the user | give up |
-| 75 | another process was lost or never joined | start again |
-| 128 + n | stopped by signal n; during training, after a checkpoint | start again |
-| 1 | any other error | start again a few times |
+| 2 | user error | give up |
+| 75 | another process was lost or never joined | restart |
+| 128 + n | stopped by signal n; during training, after a checkpoint | restart |
+| 1 | any other error | restart a few times |
 """
 
 import contextlib
@@ -50,7 +50,7 @@ LOST_WORDS = (
 
 
 class Stopped(BaseException):
-    """A signal stopped the run. It does not derive from `Exception`, which libraries catch.
+    """Raised when a signal stops the run; not an `Exception`, because libraries catch those.
 
     Args:
         signum: number of the signal; the exit code is 128 + signum.
@@ -83,13 +83,13 @@ def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
 
 
 def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
-    """Return the device of this rank and the backend for it; share the CPU cores among ranks.
+    """Return the device and the backend of this rank, and set its number of CPU threads.
 
     Raises:
         UserError: the device or the backend is not available.
     """
     torch.set_num_threads(_threads(here))
-    if here.local_world_size == here.world_size:  # no socket that other machines could reach
+    if here.local_world_size == here.world_size:  # use no socket that other machines can reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     wanted = args.dist_backend if isinstance(args, NodeArgs) else "auto"
     devices = 0 if args.device == "cpu" else torch.cuda.device_count()
@@ -101,7 +101,7 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
         return torch.device("cpu"), "gloo"
     device = torch.device("cuda", here.local_rank % devices)
     torch.cuda.set_device(device)
-    # NCCL refuses two ranks on one device. srun can show each rank one device of its own.
+    # NCCL rejects two ranks on one device. Under srun, each rank may see only its own device.
     shared = here.local_world_size > devices and not (devices == 1 and "SLURM_PROCID" in os.environ)
     if wanted == "gloo" or (wanted == "auto" and shared):
         return device, "gloo"
@@ -109,7 +109,7 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
 
 
 def _threads(here: Place) -> int:
-    """Return OMP_NUM_THREADS, or this rank's part of the cores.
+    """Return OMP_NUM_THREADS if the user set it, otherwise the number of cores per rank.
 
     More threads than cores are slow. The number of threads changes the last bits of a sum, so it
     must not depend on the launcher: torchrun sets OMP_NUM_THREADS=1 for several ranks of a node.
@@ -122,7 +122,7 @@ def _threads(here: Place) -> int:
 
 
 def cores() -> int:
-    """Return the number of usable CPU cores: the affinity, cut to the container's quota."""
+    """Return the number of usable CPU cores, given the affinity and the container's quota."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError, ValueError):  # "max" means no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -131,7 +131,7 @@ def cores() -> int:
 
 
 def local_batch_size(batch_size: int, ranks: int) -> int:
-    """Return the samples per rank of a global batch.
+    """Return the number of samples per rank in a global batch.
 
     Raises:
         UserError: the batch cannot be divided equally.
@@ -159,7 +159,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
         reports = args.out / "hang"
         watched = (os.getppid(), hang.install(reports), reports)
         threading.Thread(target=_watch, args=watched, daemon=True).start()
-        # Loader workers share the data set with their rank and exit with it.
+        # Forked loader workers share the dataset with their rank and exit with it.
         multiprocessing.set_start_method("fork", force=True)
         try:
             for signum in STOP_SIGNALS:
@@ -171,12 +171,12 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             received = list[int]()
             for signum in STOP_SIGNALS:  # the launcher now stops all ranks
                 signal.signal(signum, lambda signum, _: received.append(signum))
-            # If the store's host has exited, requests may take --timeout.
+            # Limit the time, because requests block for --timeout if the store's host has exited.
             threading.Timer(30, os._exit, (LOST,)).start()
             message, code = _explain(error, reports)
         if rendezvous.joined is None and local_rank > 0:
-            # All ranks of this machine fail the same way. Local rank 0 reports; then the launcher
-            # stops this process.
+            # All ranks of this machine fail in the same way. Local rank 0 reports the error; then
+            # the launcher stops this process.
             for signum in STOP_SIGNALS:
                 signal.signal(signum, lambda *_: os._exit(code))
             if received or code > 128:
@@ -199,17 +199,17 @@ def _stop(signum: int, _: FrameType | None) -> None:
 
 
 def _ignore(_: int, __: FrameType | None) -> None:
-    """Ignore a signal; with SIG_IGN, Python would warn about a signal that is being handled."""
+    """Ignore a signal. With SIG_IGN, Python would warn about a signal that is already pending."""
 
 
 def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
     """Return the message and the exit code for an error.
 
     Args:
-        error: the error.
+        error: exception that `main_worker` raised.
         reports: folder of the hang reports.
     """
-    if isinstance(error, UserError):  # a loader worker's error ends a traceback
+    if isinstance(error, UserError):  # a loader worker's message follows its traceback
         return f"error: {str(error).splitlines()[-1].split('UserError: ')[-1]}", 2
     if isinstance(error, Stopped):
         return str(error), 128 + error.signum
@@ -226,7 +226,7 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
 
 
 def _claim_error_report() -> bool:
-    """Return True if no other rank has reported an error before; the first error is the cause.
+    """Return True if no other rank has reported an error, because the first error is the cause.
 
     Under torchrun every node reports, because each pod has its own log.
     """

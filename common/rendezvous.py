@@ -70,7 +70,7 @@ def _connect(here: Place, seconds: float) -> dist.Store:
 
 
 def _await_host(host: str, port: int, seconds: float) -> None:
-    """Wait until the store's host accepts connections; its name may appear in DNS later."""
+    """Wait until the store's host accepts connections; its DNS name may not exist yet."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError):
@@ -84,11 +84,11 @@ def _await_host(host: str, port: int, seconds: float) -> None:
 
 
 def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
-    """Return the part of a store that the ranks of this attempt share.
+    """Join this attempt of the job; return a view of the store that only its ranks use.
 
-    torchrun keeps one store for all restarts, in which ranks would find the addresses of exited
-    processes. So each process registers under a random ID, and rank 0 publishes the list of IDs.
-    Once every rank has acknowledged a list, that list defines the job.
+    torchrun keeps one store for all restarts, which still contains the addresses of exited
+    processes. Each process therefore registers under a random ID, and rank 0 publishes the list of
+    IDs. Once every rank has acknowledged a list, that list defines the job.
     """
     rank, world_size = here.rank, here.world_size
     own_id = f"{secrets.token_hex(8)}/{world_size}"

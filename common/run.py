@@ -34,23 +34,23 @@ STOP_DELAY = 0.1  # seconds: approximate delay until ranks react to a signal
 
 
 class Run:
-    """Resume, save, stop together with the other ranks, and log.
+    """Resuming, checkpoints, coordinated stops and logging for a training loop.
 
-    `Run` never calls the model, the loss, backward or the optimizer. Every rank creates one when
-    everything else exists, and calls its methods.
+    `Run` never calls the model, the loss, backward or the optimizer. Every rank creates a `Run`
+    after all other objects, and calls its methods.
 
     Args:
         args: the flags.
         device: device of this rank.
-        what: model and data, printed in the first line.
-        replicas: data-parallel replicas, if these are not the ranks.
-        about: plain values for the metadata of best.safetensors. `classes`, the names of the
-            classes, is compared with the classes of the weights to resume from.
+        what: description of the model or the data, printed in the first line.
+        replicas: number of data-parallel replicas; default: the number of ranks.
+        about: metadata of best.safetensors, as plain values. The class names in `classes` are
+            compared with the class names of the weights to resume from.
         parts: the state of the run by name; `model` is required. Each part has `state_dict()`,
             which every rank calls, and `load_state_dict()`. Parts that are None are skipped.
 
     Raises:
-        UserError: the checkpoint is damaged or does not match; another run uses --out.
+        UserError: the checkpoint is damaged or does not match, or another run uses --out.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Run:
         **parts: Any,
     ) -> None:
         self.args, self.device = args, device
-        self.about = json.loads(json.dumps(about or {}))  # lists, like after loading
+        self.about = json.loads(json.dumps(about or {}))  # tuples become lists, like after loading
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         set_kernels(args.deterministic, device)
         self.autocast = autocast(args.precision, device)
@@ -104,7 +104,7 @@ class Run:
             return
         try:
             self.args.out.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.args.out / "lock").open("a")  # another run's lines remain
+            self._lock = (self.args.out / "lock").open("a")  # "a" keeps another run's lines
         except OSError as error:
             raise UserError(f"cannot write to --out {self.args.out}: {error.strerror}") from None
         try:
@@ -116,7 +116,7 @@ class Run:
 
     def _greet(self, what: object, replicas: int | None) -> None:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
-        local, left = divmod(self.args.batch_size, parts)  # unequal in manual_allreduce_sgd only
+        local, left = divmod(self.args.batch_size, parts)  # left > 0: only manual_allreduce_sgd
         local_batch = f"{local + 1} or {local}" if left else str(local)
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
@@ -134,7 +134,7 @@ class Run:
     # ------------------------------------------------------------------------------- checkpoints
 
     def _resume(self) -> None:
-        """Continue from the state that --resume names. Every rank calls this."""
+        """Load the checkpoint or weights that --resume specifies. Every rank calls this."""
         resume, found = self.args.resume, None
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             resume = "auto"  # torchrun restarted this process
@@ -235,7 +235,7 @@ class Run:
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
-            # Loader workers draw the same random numbers in a resumed run, but each rank differs.
+            # Loader workers draw the same numbers in a resumed run, but not on other ranks.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
@@ -282,7 +282,7 @@ class Run:
         self.print0(f"wrote a trace of {self.args.profile} steps to {folder}")
 
     def log(self, loss: Tensor) -> None:
-        """Keep the loss of a step, this rank's mean. Reading it now would wait for the device."""
+        """Store this rank's mean loss of a step. Reading it now would wait for the device."""
         self._losses.append(loss.detach())
 
     def _average_losses(self) -> float:
@@ -304,14 +304,14 @@ class Run:
         """Print and record metrics, keep the best model, and save. Every rank calls this.
 
         Args:
-            metrics: of the whole test set, equal on all ranks. The first two are printed.
+            metrics: values for the whole test set, equal on all ranks. The first two are printed.
             score: best.safetensors contains the weights of the epoch with the highest score.
 
         Returns:
             True if this is the best epoch so far.
         """
         self._average_losses()
-        metrics = {name: float(value) for name, value in metrics.items()}  # also from NumPy
+        metrics = {name: float(value) for name, value in metrics.items()}  # converts NumPy scalars
         best = self.best is None or score > self.best
         self.metrics, self.best = metrics, float(score) if best else self.best
         names = {name: "loss/test" if name == "loss" else f"test/{name}" for name in metrics}
@@ -341,7 +341,7 @@ class Run:
 
         Args:
             model: the trained model.
-            facts: further values for result.json.
+            facts: additional values for result.json.
         """
         parameters = check_replicas(model)
         self._agreed_signal(now=True)
@@ -361,8 +361,8 @@ class Run:
     def _agreed_signal(self, now: bool = False) -> int:
         """Return a signal that any rank received, or 0; the value is the same on all ranks.
 
-        The ranks exchange a small message and read it one step later, so that none waits. If steps
-        are short, they do so every few steps.
+        The ranks exchange a small message and read it one step later, so that no rank waits. If
+        steps are short, the ranks exchange it only every few steps.
         """
         clock = time.perf_counter()
         wish = min(max(int(STOP_DELAY / max(clock - self._step_began, 1e-6)), 1), 100)
@@ -384,5 +384,5 @@ class Run:
 
     def _stop(self, signum: int) -> None:
         path = self.save()
-        dist.barrier()  # rank 0 has written the checkpoint
+        dist.barrier()  # wait until rank 0 has written the checkpoint
         raise Stopped(signum, f"saved {path}; continue with --resume auto")
