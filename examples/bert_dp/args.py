@@ -24,11 +24,11 @@ class TextArgs:
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
     """Longest input in tokens; longer reviews are truncated."""
     lr: float = 0.0
-    """Peak learning rate; 0 is 2e-5 for a pretrained BERT and 5e-4 for the small one."""
+    """Peak learning rate; 0 means 2e-5 for a pretrained BERT and 5e-4 for the small one."""
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate."""
+        """Peak learning rate, with 0 replaced by the default of the model."""
         return self.lr or (5e-4 if self.model == "small" else 2e-5)
 
 
@@ -39,7 +39,7 @@ class Args(TextArgs, RunArgs):
     epochs: int = 8
     """Passes over the training reviews; a pretrained BERT needs 3."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
-    """GLOBAL batch size in reviews, divided by the ranks, then split over their devices."""
+    """GLOBAL batch size in reviews, divided among the ranks, then split over their devices."""
     log_every: Annotated[int, arg(metavar="STEPS", aliases=["-p", "--print-freq"])] = 100
     """Steps between lines with the loss; 0 prints one line per epoch."""
     out: Path = Path("runs/bert_dp")
@@ -47,6 +47,6 @@ class Args(TextArgs, RunArgs):
 
 
 def run(main: Callable[[Any], None], args_class: type) -> None:
-    """Run a program in this process; a UserError prints one line and exits with code 2."""
+    """Run a program in this process; print a UserError as one line and exit with code 2."""
     with one_line_errors():
         main(expand_home(tyro.cli(args_class)))

@@ -1,4 +1,4 @@
-"""Reviews with labels from a csv file: read, cleaned, split and tokenized."""
+"""Read labeled reviews from a csv file, and clean, split and tokenize them."""
 
 import io
 from collections.abc import Sequence
@@ -18,20 +18,20 @@ ID2LABEL = {0: "差评", 1: "好评"}  # bad, good
 
 
 class Reviews(Dataset[tuple[str, int]]):
-    """Pairs of a review and its label, 0 or 1.
+    """Dataset of reviews and their labels, 0 or 1.
 
-    Incomplete rows are left out. So are repeated reviews, which could be in both the training and
-    the validation set, and reviews that occur with both labels.
+    Incomplete rows and reviews that occur with both labels are left out. Repeated reviews are used
+    once, because they could otherwise be in both the training and the validation set.
 
     Args:
         path: a csv file in UTF-8 with the columns `label` and `review`.
 
     Attributes:
-        rows: row of each review in the file, from 1 below the header.
-        about: summary of the rows that are left out.
+        rows: row number of each review in the file; the first row below the header is 1.
+        about: summary of the rows that were left out.
 
     Raises:
-        UserError: the file is not such a table.
+        UserError: the file is not a table with these columns, or a label is neither 0 nor 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,14 +66,14 @@ class Reviews(Dataset[tuple[str, int]]):
         return self.texts[index], self.labels[index]
 
     def columns(self, indices: Sequence[int]) -> dict[str, list[Any]]:
-        """Return rows and texts of some reviews, for predictions.csv."""
+        """Return the row numbers and texts of the given reviews, for predictions.csv."""
         return {"row": [self.rows[i] for i in indices], "text": [self.texts[i] for i in indices]}
 
 
 def read_cells(path: Path) -> pandas.DataFrame:
     """Return all cells of a csv file as text. Row 0 is the header.
 
-    An empty line is a row in a file with one column only.
+    In a file with only one column, an empty line is also a row.
 
     Raises:
         UserError: the file is missing, not in UTF-8, or not a table.
@@ -107,14 +107,14 @@ def read_cells(path: Path) -> pandas.DataFrame:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise UserError if a file is missing, or git-lfs has not downloaded it."""
+    """Raise UserError if a file is missing or is a git-lfs pointer."""
     reason = describe(path)
     if "git-lfs" in reason or not path.is_file():
         raise UserError(f"cannot read {path}: {reason}")
 
 
 def split(reviews: Reviews, seed: int) -> list[Subset[tuple[str, int]]]:
-    """Return nine tenths of the reviews for training, and the rest for validation.
+    """Split the reviews: return 90% for training and 10% for validation.
 
     The split is random, because the usual file is sorted by label.
     """

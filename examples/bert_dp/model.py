@@ -1,4 +1,4 @@
-"""The BERT that reads the reviews: pretrained, from a local folder, or small, from scratch."""
+"""Build the BERT that classifies reviews: pretrained from a folder, or small and untrained."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from common.launch import UserError
 from .data import ID2LABEL, refuse_lfs_pointer
 
 LABELS: Any = {"id2label": ID2LABEL, "label2id": {name: label for label, name in ID2LABEL.items()}}
-# Longer words become [UNK]. A sentence in Thai is one word; the default, 100 characters, is short.
+# Longer words become [UNK]. A Thai sentence is one word, so the default of 100 is too low.
 LONGEST_WORD = 1_000_000
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -25,7 +25,7 @@ logging.disable_progress_bar()
 def build(
     model: str, texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
-    """Return the BERT of a folder, or a small one from scratch, on the CPU."""
+    """Return a pretrained BERT from a folder, or a small untrained one, on the CPU."""
     if model == "small":
         return small(texts, max_length)
     return pretrained(Path(model).expanduser(), max_length)
@@ -34,17 +34,17 @@ def build(
 def pretrained(
     folder: Path, max_length: int, new_head: bool = True
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
-    """Load a BERT from a local folder, without the network and without running its code.
+    """Load a BERT from a local folder, without network access and without executing its code.
 
     Args:
-        folder: with config.json, weights, and vocab.txt or tokenizer.json.
+        folder: contains config.json, weights, and vocab.txt or tokenizer.json.
         max_length: number of tokens that the model must accept.
         new_head: initialize the classifier if it is missing or has other classes.
 
     Raises:
         UserError: files are missing or damaged, or belong to another kind of model.
     """
-    logging.set_verbosity_error()  # warnings about missing weights, which are checked below
+    logging.set_verbosity_error()  # no warnings about missing weights; they are checked below
     files = {path.name: path for path in folder.glob("*") if path.is_file()}
     needs = f"--model {folder} must contain config.json, weights, and vocab.txt or tokenizer.json"
     if not files.keys() & {"vocab.txt", "tokenizer.json"}:
@@ -53,7 +53,7 @@ def pretrained(
         refuse_lfs_pointer(path)
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
-        if kind != "bert":  # folders of 2018 and 2019 do not name it
+        if kind != "bert":  # models from 2018 and 2019 do not name it
             raise UserError(f"--model {folder} contains a {kind} model; use a BERT model")
         config = BertConfig.from_pretrained(folder, **(LABELS if new_head else {}))
         tokenizer = BertTokenizer.from_pretrained(folder)
@@ -61,13 +61,13 @@ def pretrained(
         found: Any = BertForSequenceClassification.from_pretrained(
             folder,
             config=config,
-            dtype=torch.float32,  # even if the file has float16, in which training diverges
+            dtype=torch.float32,  # even if the file has float16; training in float16 diverges
             local_files_only=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except (OSError, EOFError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
-        for path in files.values():  # files of other libraries may be pointers
+        for path in files.values():  # the weights may be git-lfs pointers
             refuse_lfs_pointer(path)
         raise UserError(f"{needs}; one is missing or damaged ({type(error).__name__})") from None
     loaded, info = found
@@ -83,8 +83,8 @@ def pretrained(
             f"--model {folder} has embeddings for {rows} tokens and {positions} positions; "
             f"its vocabulary has {len(tokenizer)} tokens, --max-length is {max_length}"
         )
-    # `loaded` would be saved with the names of its file, such as LayerNorm.gamma, and the Trainer
-    # would not find them when it loads the best model.
+    # `loaded` would be saved with the parameter names of its file, such as LayerNorm.gamma. The
+    # Trainer would not find these names when it loads the best model.
     model = BertForSequenceClassification(config)
     model.load_state_dict(loaded.state_dict())
     return model, tokenizer
@@ -93,13 +93,13 @@ def pretrained(
 def small(
     texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
-    """Build a BERT of two layers, whose tokens are the characters of the texts.
+    """Build a BERT with two layers, whose vocabulary is the characters of the texts.
 
     WordPiece splits a word into its first character c and continuations ##c; a word with an
     unknown character becomes [UNK]. The tokenizer's rules define the words: a Chinese character is
     a word, while Korean and Japanese characters and emoji form longer words.
     """
-    rules = BertTokenizer(strip_accents=False).backend_tokenizer  # else 한 and が are decomposed
+    rules = BertTokenizer(strip_accents=False).backend_tokenizer  # otherwise, 한 and が are split
     characters, inside = set[str](), set[str]()
     for text in texts:
         for word, _ in rules.pre_tokenizer.pre_tokenize_str(rules.normalizer.normalize_str(text)):

@@ -29,17 +29,17 @@ class Args:
     model: Path = Path("runs/bert_dp/model")
     """Folder of the model."""
     text: str = ""
-    """A review."""
+    """Review to classify."""
     csv: Path | None = None
-    """File with reviews."""
+    """csv file with reviews to classify."""
     column: str = "review"
-    """Column of --csv with the reviews."""
+    """Column of --csv that contains the reviews."""
     out: Path | None = None
-    """New file: the rows of --csv with predictions (default: NAME.predictions.csv)."""
+    """New file for the rows of --csv and their predictions (default: NAME.predictions.csv)."""
 
 
 def main(args: Args) -> None:
-    """Predict a sentence by hand, and a file with transformers' pipeline."""
+    """Classify a sentence directly, and a file with transformers' pipeline."""
     if not args.text and not args.csv:
         raise UserError("nothing to predict; pass --text or --csv")
     model, tokenizer = pretrained(args.model, max_length=1, new_head=False)
@@ -59,7 +59,7 @@ def main(args: Args) -> None:
 
 
 def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any]) -> None:
-    """Write all cells of a csv file, and two more columns, to a new file.
+    """Write the cells of a csv file, and the columns prediction and probability, to a new file.
 
     Raises:
         UserError: `path` is not a table with this column, or `out` exists.
@@ -76,7 +76,7 @@ def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any
     answers = pandas.DataFrame(found, texts.index, ["label", "score"])
     cells = cells.join(answers.round(4).astype(str)).fillna("")
     for number, name in enumerate(("prediction", "probability"), len(header)):
-        while name in header:  # keep a column of the user
+        while name in header:  # keep a column of the same name
             name += "_new"
         cells.iloc[0, number] = name
     # With this line terminator, pandas quotes cells that contain a carriage return.

@@ -1,4 +1,4 @@
-"""bert_dp: train BERT on Chinese hotel reviews with `nn.DataParallel`; the reviews are in data.py.
+"""bert_dp: train BERT on Chinese hotel reviews with `nn.DataParallel`; data.py reads the reviews.
 
     python -m examples.bert_dp                                 # 316 shipped reviews
     python -m examples.bert_dp --csv FILE --model bert-base-chinese --epochs 3
@@ -37,7 +37,7 @@ from .model import build
 
 
 class Classifier(nn.Module):
-    """BERT with one input. DataParallel calls it in one thread per device."""
+    """BERT with token IDs as its only input. DataParallel runs it in one thread per device."""
 
     def __init__(self, bert: nn.Module, pad: int, autocast: torch.autocast) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
-    """Train on one rank, on all its devices."""
+    """Train on all devices of one rank."""
     device = init_distributed(args, local_rank)
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     reviews = Reviews(args.csv)
@@ -70,7 +70,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     torch.manual_seed(args.seed)  # all ranks draw the same parameters
     bert, tokenizer = build(args.model, texts, args.max_length)
     bert.to(device)
-    torch.manual_seed(args.seed + rank)  # but different dropout
+    torch.manual_seed(args.seed + rank)  # dropout differs between ranks
     sampler = DistributedLengthGroupedSampler(  # batches of similar lengths need little padding
         args.batch_size, lengths=[len(t) for t in texts], seed=args.seed, drop_last=True
     )
@@ -97,8 +97,8 @@ def main_worker(local_rank: int, args: Args) -> None:
         for ids, labels in run.steps(loader):  # [B / W, L], [B / W]
             ids, labels = (x.to(device, non_blocking=True) for x in (ids, labels))
             logits = parallel(ids)  # [B / W, 2], on the first device
-            # A loss inside the model would be a mean per device. The mean of these means is not the
-            # mean of the batch if chunks differ: 4 devices split 5 reviews into 2, 2 and 1.
+            # A loss inside the model would be a mean per device. The mean of these means is wrong
+            # if chunks have different sizes: 4 devices split 5 reviews into 2, 2 and 1.
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
             loss.backward()  # adds up the gradients of the replicas in `bert`

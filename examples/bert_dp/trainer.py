@@ -29,7 +29,7 @@ class Args(TextArgs):
     epochs: int = 16
     """Passes over the training reviews; a pretrained BERT needs 3."""
     seed: int = 0
-    """Seed of split, parameters and sample order."""
+    """Seed of the split, the parameters and the sample order."""
     out: Path = Path("runs/bert_dp_trainer")
     """Folder for checkpoints and the best model."""
     resume: bool = False
@@ -37,7 +37,7 @@ class Args(TextArgs):
 
 
 def compute_metrics(prediction: Any) -> dict[str, float]:
-    """Return accuracy and F1 of logits [N, 2] and labels [N]."""
+    """Return the accuracy and F1 score for logits [N, 2] and labels [N]."""
     logits, labels = prediction
     classes = logits.argmax(axis=1)
     return {"accuracy": accuracy_score(labels, classes), "f1": f1_score(labels, classes)}
@@ -87,7 +87,7 @@ def train(args: Args) -> None:
         print(f"{reviews.about}; {arguments.world_size} process(es), {arguments.n_gpu} GPU(s) each")
     resume = args.resume and checkpoints.exists()
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if resume else None)
-    trainer.save_model(str(args.out / "model"))  # the best checkpoint, which is loaded at the end
+    trainer.save_model(str(args.out / "model"))  # train() has loaded the best checkpoint
     trainer.save_metrics("eval", trainer.evaluate())
 
 

@@ -18,6 +18,6 @@ class Args(RunArgs):
     epochs: int = 60
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
-    """GLOBAL number of real images per step, and of generated ones, divided by the ranks."""
+    """GLOBAL number of real and of generated images per step, divided by the number of ranks."""
     out: Path = Path("runs/gan_ddp")
     """Folder for checkpoints, samples, metrics and the result."""

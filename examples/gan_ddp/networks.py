@@ -1,4 +1,4 @@
-"""A small generator and a small discriminator, without code for ranks.
+"""A small generator and a small discriminator, without distributed code.
 
 GroupNorm normalizes each image separately, so the result does not depend on how a batch is split
 over ranks, or on whether real and generated images are in one batch.
@@ -12,7 +12,7 @@ LATENT = 32  # length of the noise vector from which an image is generated
 
 
 def make_generator(size: int) -> nn.Module:
-    """Return a network from noise [N, LATENT] to images [N, 1, size, size], from -1 to 1.
+    """Return a network from noise [N, LATENT] to images [N, 1, size, size] in [-1, 1].
 
     Raises:
         UserError: the size is not a multiple of 4.
@@ -34,11 +34,11 @@ def make_generator(size: int) -> nn.Module:
 
 
 def make_discriminator(size: int, norm: nn.Module | None = None) -> nn.Module:
-    """Return a network from images [N, 1, size, size] to logits [N]: above 0 for real images.
+    """Return a network from images [N, 1, size, size] to logits [N], positive for real images.
 
     Args:
-        size: a multiple of 4.
-        norm: the normalization of its 64 channels (default: GroupNorm).
+        size: height and width of the images, a multiple of 4.
+        norm: normalization layer for the 64 channels; default: GroupNorm.
     """
     side = size // 4
     return nn.Sequential(

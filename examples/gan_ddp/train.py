@@ -1,13 +1,13 @@
 """gan_ddp: train a GAN with DDP, with one forward and one backward per network and step.
 
-    python -m examples.gan_ddp                                 # a world of one
+    python -m examples.gan_ddp                                 # one process
     python -m examples.gan_ddp --nproc 2                       # two processes
     torchrun --nproc-per-node 2 -m examples.gan_ddp            # started by torchrun
-    python -m examples.gan_ddp.further.break_the_rule          # the wrong ways
+    python -m examples.gan_ddp.further.break_the_rule          # common mistakes
 
-DDP prepares the averaging of gradients in a forward and completes it in the next backward. So the
-discriminator gets real and generated images in one batch, and the generator's loss goes through the
-unwrapped discriminator.
+DDP prepares the averaging of gradients in a forward and completes it in the next backward.
+Therefore, the discriminator gets real and generated images in one batch, and the generator's loss
+is computed with the unwrapped discriminator.
 """
 
 from pathlib import Path
@@ -36,14 +36,14 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train both networks on one rank."""
     device = init_distributed(args, local_rank)
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
-    torch.manual_seed(args.seed + rank)  # DDP sends the parameters of rank 0 to all
+    torch.manual_seed(args.seed + rank)  # DDP broadcasts rank 0's parameters
     data = image_data(args.dataset, Path("data"))
-    # From -1 to 1, like the generator's Tanh.
+    # Scale the pixels to [-1, 1], the range of the generator's Tanh.
     train, test = ((x.tensors[0] * data.std + data.mean) * 2 - 1 for x in (data.train, data.test))
     train_set = TensorDataset(train)
     local_batch = local_batch_size(args.batch_size, world_size)
@@ -83,8 +83,8 @@ def main_worker(local_rank: int, args: Args) -> None:
             real = real.to(device, non_blocking=True)
 
             with run.autocast:
-                fake = generator(noise).float()  # the generator's one forward
-                # The only forward of the discriminator. Its loss does not reach the generator.
+                fake = generator(noise).float()  # the generator's only forward
+                # The discriminator's only forward; detach keeps its loss away from the generator.
                 logits = discriminator(torch.cat([real, fake.detach()])).float()  # [2 B / W]
             on_real, on_fake = logits.split(local_batch)
             loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
@@ -92,13 +92,13 @@ def main_worker(local_rank: int, args: Args) -> None:
             loss.backward()  # the only backward of the discriminator: DDP averages its gradients
             optimizer_d.step()
 
-            # Unwrapped and frozen: DDP would send gradients of the discriminator that are unused.
+            # Unwrap and freeze the discriminator: DDP would send its gradients, which are unused.
             critic = discriminator.module.requires_grad_(False)
             with run.autocast:
                 fooled = F.softplus(-critic(fake).float()).mean()
             critic.requires_grad_(True)
             optimizer_g.zero_grad()
-            fooled.backward()  # the generator's one backward
+            fooled.backward()  # the generator's only backward
             optimizer_g.step()
             run.log(loss)
         samples = generate(generator.module, 1000, args.seed)

@@ -14,7 +14,7 @@ class Args(NodeArgs):
     """Train any classification model of torchvision on a folder of images."""
 
     data: Annotated[Positional[Path | None], arg(metavar="DIR")] = None
-    """Folder with train/CLASS/* and val/CLASS/*; without it, the digits are used, enlarged."""
+    """Folder with train/CLASS/* and val/CLASS/*; default: enlarged digits."""
     dummy: bool = False
     """Train on random pixels, to measure the speed without files."""
     arch: Annotated[str, arg(aliases=["-a"])] = "resnet18"
@@ -24,27 +24,27 @@ class Args(NodeArgs):
     evaluate: Annotated[bool, arg(aliases=["-e"])] = False
     """Only evaluate the weights of --resume or --pretrained."""
     epochs: Annotated[int, arg(metavar="N")] = -1
-    """Passes over the training set; -1 is 90, or 6 with the digits."""
+    """Passes over the training set; -1 means 90, or 6 with the digits."""
     start_epoch: Annotated[int, arg(metavar="N")] = 0
     """Start a new run with the sample order and learning rate of this epoch."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = -1
-    """GLOBAL batch size in images; -1 is 256, or 96 with the digits."""
+    """GLOBAL batch size in images; -1 means 256, or 96 with the digits."""
     accumulate: int = 1
     """Backward passes per step, for batches that do not fit into memory."""
     image_size: Annotated[int, arg(metavar="PIXELS")] = -1
-    """Height and width of the crops; -1 is 224, or 32 with the digits."""
+    """Height and width of the crops; -1 means 224, or 32 with the digits."""
     workers: Annotated[int, arg(aliases=["-j"])] = -1
-    """Data-loading processes per rank; -1 is its number of cores minus one, at most 16."""
+    """Data-loading processes per rank; -1 means its number of cores minus one, at most 16."""
     lr: Annotated[float, arg(aliases=["--learning-rate"])] = -1.0
-    """Highest learning rate; -1 is 0.1, as usual for batch 256, or 0.02 with the digits."""
+    """Peak learning rate; -1 means 0.1, the usual value for batch 256, or 0.02 with the digits."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4
     """L2 penalty."""
     ema: Annotated[float, arg(metavar="DECAY")] = 0.0
-    """Evaluate an exponential moving average of the weights; 0 is off."""
+    """Decay of a moving average of the weights, which is evaluated instead; 0 disables it."""
     sync_bn: bool = False
-    """Make BatchNorm normalize over the batches of all ranks; CUDA only."""
+    """Synchronize BatchNorm's batch statistics over all ranks; CUDA only."""
     compile: bool = False
     """Compile the model with torch.compile."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # ty: ignore

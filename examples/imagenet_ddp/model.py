@@ -1,4 +1,4 @@
-"""The model of imagenet_ddp, its weights, the learning rate and the average of weights."""
+"""Model, pretrained weights, learning-rate schedule and weight average of imagenet_ddp."""
 
 import difflib
 import math
@@ -37,7 +37,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
     """Build the model of --arch on the device. Every rank calls this.
 
     Raises:
-        UserError: the model does not exist; --sync-bn without CUDA.
+        UserError: the model does not exist, or --sync-bn is used without CUDA.
     """
     names = models.list_models(module=models)
     if args.arch not in names:
@@ -54,7 +54,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
 
 
 def _load_pretrained(model: nn.Module, args: Args) -> None:
-    """Load torchvision's newest weights; with other classes, the last layer stays random."""
+    """Load torchvision's newest weights, except the last layer if the classes differ."""
     weights: Any = models.get_model_weights(args.arch)["DEFAULT"]
     first = os.environ["LOCAL_RANK"] == "0"
     if not first:
@@ -79,7 +79,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
 
 
 def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
-    """Load the weights of --resume, for --evaluate.
+    """Load the weights that --resume specifies, for --evaluate.
 
     Raises:
         UserError: there are no weights, or they belong to other classes.
@@ -127,10 +127,10 @@ def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
 
 
 class ExponentialAverage(AveragedModel):
-    """torch's exponential moving average of weights, without a host wait per step on a GPU.
+    """Exponential moving average of weights that does not make the host wait for the GPU.
 
-    In each update, torch copies the number of updates to the device and waits for the copy. The
-    average starts with the weights after the first step; a step keeps `decay` of it.
+    In each update, AveragedModel copies the number of updates to the device and waits for the copy.
+    The average starts with the weights after the first step; later steps keep `decay` of it.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -140,7 +140,7 @@ class ExponentialAverage(AveragedModel):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the weights and buffers of the model."""
-        if self.n_averaged == 0:  # on the CPU
+        if self.n_averaged == 0:  # a CPU tensor
             super().update_parameters(model)
             return
         own, new = self.module.state_dict(), model.state_dict()

@@ -1,11 +1,11 @@
 """imagenet_ddp: train any torchvision model on a folder of images with DDP; model.py builds it.
 
-The command lines of pytorch/examples `imagenet/main.py` work here, with GPUs and without.
+The command lines of pytorch/examples `imagenet/main.py` work here, with or without GPUs.
 
     python -m examples.imagenet_ddp --nproc 2                         # digits, enlarged
     python -m examples.imagenet_ddp -a resnet50 DIR                   # DIR/{train,val}/CLASS/*
     python -m examples.imagenet_ddp -a resnet50 --multiprocessing-distributed DIR    # all GPUs
-    python -m examples.imagenet_ddp -a resnet50 --dummy               # the speed, without files
+    python -m examples.imagenet_ddp -a resnet50 --dummy               # measures speed without files
     python -m examples.imagenet_ddp -a resnet50 -e --resume auto DIR  # evaluates only
     torchrun --nproc-per-node 8 --max-restarts 3 -m examples.imagenet_ddp -a resnet50 DIR
     python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 0 DIR
@@ -39,7 +39,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)  # dist.init_process_group, and the device
@@ -71,7 +71,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         # are sent while backward continues.
         torch.compile(network, dynamic=False) if args.compile else network,
         device_ids=[device] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # saves a copy of the gradients
+        gradient_as_bucket_view=True,  # avoids a copy of the gradients
     )
     ema = ExponentialAverage(network, args.ema) if args.ema else None
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
@@ -91,7 +91,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run = Run(args, device, what, about=about, **state, scaler=scaler, ema=ema)  # resumes here
     run.epoch = max(run.epoch, args.start_epoch)
-    warm_up_buckets(model)  # a resumed run on 3 or more ranks then has the same bits
+    warm_up_buckets(model)  # makes a resumed run on 3 or more ranks bit-identical
 
     for epoch in run.epochs(args.epochs):
         loader.sampler.set_epoch(epoch)  # without this, every epoch has the same order

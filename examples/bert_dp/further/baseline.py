@@ -1,4 +1,4 @@
-"""Train a linear model on the same reviews: a BERT should have a higher accuracy.
+"""Train a linear model on the same reviews, as a baseline for the accuracy of BERT.
 
     python -m examples.bert_dp.further.baseline --csv FILE
 
@@ -24,7 +24,7 @@ class Args:
     csv: Path = REVIEWS
     """Reviews with the columns label (0 or 1) and review."""
     seeds: int = 5
-    """Number of splits; they equal the splits of --seed 0, 1, ... in the other programs."""
+    """Number of splits; the other programs use the same splits with --seed 0, 1, ..."""
 
 
 def main(args: Args) -> None:

@@ -3,9 +3,9 @@
     python -m examples.gan_ddp.further.break_the_rule
 
 The rule: a network in DDP does one forward and one backward per step. For each way to train the
-discriminator, this program compares its gradients with the true gradients: the mean over the ranks
-of the gradients of the unwrapped network. It also compares the ranks and counts the bytes that DDP
-sends. With one process, all ways have the same gradients, so the mistake goes unnoticed.
+discriminator, this program compares the gradients with the true gradients. These are the unwrapped
+network's gradients, averaged over the ranks. It also compares the ranks and counts the bytes that
+DDP sends. With one process, all ways give the same gradients, so a mistake goes unnoticed.
 """
 
 import copy
@@ -33,19 +33,19 @@ def one_forward(network: nn.Module, real: Tensor, fake: Tensor) -> None:
 
 
 def two_passes(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Do a forward and a backward for real images, then both for generated ones."""
+    """Run a forward and a backward for real images, then again for generated images."""
     F.softplus(-network(real)).mean().backward()
     F.softplus(network(fake)).mean().backward()
 
 
 def two_forwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Do two forwards, then one backward of the sum of both losses."""
+    """Run two forwards, then one backward of the sum of both losses."""
     on_real, on_fake = network(real), network(fake)
     (F.softplus(-on_real).mean() + F.softplus(on_fake).mean()).backward()
 
 
 def two_backwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Do two forwards, then a backward of each loss."""
+    """Run two forwards, then a backward of each loss."""
     on_real, on_fake = network(real), network(fake)
     F.softplus(-on_real).mean().backward()
     F.softplus(on_fake).mean().backward()
@@ -84,7 +84,7 @@ def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
 
     def count(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         sent.append(bucket.buffer().nbytes)
-        return allreduce_hook(group, bucket)  # what DDP does without a hook
+        return allreduce_hook(group, bucket)  # DDP's default
 
     ddp.register_comm_hook(None, count)
     torch.manual_seed(1 + dist.get_rank())  # ranks have different images
@@ -107,7 +107,7 @@ def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
 
 
 def main_worker(rank: int, rendezvous: str) -> None:
-    """Try all ways, without buffers and with the buffers of BatchNorm."""
+    """Try all ways on a network without buffers and on a network with BatchNorm's buffers."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
     for norm in (nn.GroupNorm(1, 64), nn.BatchNorm2d(64)):
