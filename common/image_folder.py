@@ -139,7 +139,7 @@ def _class_folders(root: str | Path) -> dict[str, str]:
         if entry.is_dir() and not _is_hidden(entry.name):
             name = unicodedata.normalize("NFC", readable(entry.name))
             if name in folders:
-                raise UserError(f"{readable(root)} contains {name} in two Unicode forms; merge them")
+                raise UserError(f"{readable(root)} has {name} in two Unicode forms; merge them")
             folders[name] = os.fspath(entry.path)
     if not folders:
         root = readable(root)

@@ -214,7 +214,7 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
         if args.nproc > 1 and launched():
             raise UserError("--nproc has no effect under torchrun or srun; remove it or unset RANK")
         if len(os.fsencode(tempfile.gettempdir())) > 70 and (args.nproc > 1 or args.workers):
-            raise UserError("TMPDIR is longer than 70 bytes, too long for a socket; set TMPDIR=/tmp")
+            raise UserError("TMPDIR is longer than 70 bytes, too long for sockets; use TMPDIR=/tmp")
         return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))
     except UserError as error:
         captured.write(f"error: {error}\n")

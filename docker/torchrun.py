@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     except SignalException as error:
         return 128 + error.sigval
     except (RendezvousError, DistError) as error:
-        print(f"error: a node did not arrive: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: a node did not join: {str(error).splitlines()[0]}", file=sys.stderr)
         return LOST
     return 0
 

@@ -68,14 +68,14 @@ def check_machine(ranks: int) -> Iterator[Finding]:
     memory, remedy = free_memory() / GB, "give the container more memory, or start fewer ranks"
     yield judge(memory >= ranks, f"memory: {memory:.1f} GB free", remedy)
     shm = shutil.disk_usage(SHM).free / GB if SHM.is_dir() else 0
-    remedy = "loader workers and NCCL need 1 GB; docker run --shm-size 1g"
+    remedy = "loader workers and NCCL need 1 GB; use docker run --shm-size 1g"
     yield judge(shm >= 1, f"{SHM}: {shm:.2f} GB free", remedy)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: unlimited
     yield judge(not 0 <= files < 1024, f"open files: {files}", "run ulimit -n 65536")
     if Path("/dev/infiniband").is_dir():
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         yield judge(locked < 0, f"locked memory: {locked} bytes", "RDMA needs ulimit -l unlimited")
-    folder, remedy = tempfile.gettempdir(), "too long for sockets; set TMPDIR=/tmp"
+    folder, remedy = tempfile.gettempdir(), "the path is too long for sockets; set TMPDIR=/tmp"
     fine = len(os.fsencode(folder)) <= TMPDIR_LIMIT
     yield judge(fine, f"temporary files: {folder}", remedy, "error")
 
@@ -92,14 +92,14 @@ def free_memory() -> int:
 
 def check_master(host: str, port: int) -> Finding:
     """Check that node 0 is reachable, or that this machine is node 0 and the port is free."""
-    at, remedy = f"node 0 at {host}:{port}", "check the address; open the port in the firewall"
+    at, remedy = f"node 0 at {host}:{port}", "check the address, and open the port in the firewall"
     try:
         socket.create_connection((host, port), timeout=5).close()
     except ConnectionRefusedError:
         with suppress(OSError):  # only node 0 itself can listen at its address
             socket.create_server((host, port)).close()
             return Finding("ok", f"{at}: this machine; the port is free")
-        return Finding("error", f"{at}: refused", f"start node 0 first; {remedy}")
+        return Finding("error", f"{at}: refused", f"start node 0 first, {remedy}")
     except OSError as error:
         return Finding("error", f"{at}: no connection ({error})", remedy)
     return Finding("ok", f"{at}: accepts connections")
@@ -109,17 +109,17 @@ def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]
     """Check the CUDA device of this rank; a single rank checks all devices."""
     count, available = torch.cuda.device_count(), torch.cuda.get_arch_list()
     if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
-        remedy = f"compare nvidia-smi with this torch, which has CUDA {torch.version.cuda}"
+        remedy = f"check with nvidia-smi that the driver supports CUDA {torch.version.cuda}"
         yield Finding("error", "torch found no CUDA device", remedy)
     for number in range(count)[local_rank::ranks]:
         major, minor = torch.cuda.get_device_capability(number)
         name = f"cuda:{number} {torch.cuda.get_device_name(number)}, sm_{major}{minor}"
         if not has_kernels((major, minor), available):
             text = f"{name}: this torch has kernels for {', '.join(available)} only"
-            yield Finding("error", text, "install another build, or set CUDA_VISIBLE_DEVICES")
+            yield Finding("error", text, "install another torch build, or set CUDA_VISIBLE_DEVICES")
             continue
         free, total = (value / GB for value in torch.cuda.mem_get_info(number))
-        text, remedy = f"{name}: {free:.0f} of {total:.0f} GB free", "nvidia-smi lists processes"
+        text, remedy = f"{name}: {free:.0f} of {total:.0f} GB free", "stop other processes"
         yield judge(free > 0.8 * total, text, remedy)
 
 
@@ -162,7 +162,7 @@ def check_job(device: torch.device, out: Path) -> Iterator[Finding]:
     dist.barrier()
     times = gather(time.time())
     apart = max(times) - min(times)
-    yield judge(apart < 2, f"clocks: {apart:.1f} s apart", "use NTP, or log times are wrong")
+    yield judge(apart < 2, f"clocks: {apart:.1f} s apart", "synchronize them with NTP")
     yield from check_output(out)
     yield from check_all_reduce(device)
     if "nccl" in dist.get_backend():
@@ -181,13 +181,13 @@ def check_output(out: Path) -> Iterator[Finding]:
     if failure := gather(failure)[0]:
         yield Finding("error", f"--out {out}: {failure}", "use another folder, or mount a volume")
     elif not probe.exists():
-        remedy = "mount one folder on all nodes; otherwise a job cannot resume"
+        remedy = "mount the same folder on all nodes; otherwise a job cannot resume"
         yield Finding("error", f"--out {out} is not shared with rank 0", remedy)
     dist.barrier()
     if rank == 0 and not failure:
         probe.unlink()
         free = shutil.disk_usage(out).free / GB
-        yield judge(free >= 1, f"--out {out}: {free:.1f} GB free", "free space for checkpoints")
+        yield judge(free >= 1, f"--out {out}: {free:.1f} GB free", "make space for checkpoints")
 
 
 def check_all_reduce(device: torch.device) -> Iterator[Finding]:

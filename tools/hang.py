@@ -24,7 +24,7 @@ def main(out: tyro.conf.Positional[Path]) -> None:
         out: folder of the run.
     """
     if not (out / "lock").exists():
-        raise SystemExit(f"error: {out} is not the folder of a run: it contains no file lock")
+        raise SystemExit(f"error: {out} has no file named lock; pass the --out folder of a run")
     processes = [line.split() for line in (out / "lock").read_text().splitlines()]
     asked = time.time()
     states = {}

@@ -42,7 +42,8 @@ def main(source: Positional[Path], target: Positional[Path], size: int = 256) ->
         list(pool.map(shrink, *zip(*missing.items(), strict=True), [size] * len(missing)))
     damaged = sum(not new.exists() for new in missing.values())
     others = sum(path.is_file() and str(path) not in images for path in source.rglob("*"))
-    print(f"{len(images) - damaged} images in {target}; skipped {damaged} damaged, {others} others")
+    skipped = f"{damaged} damaged images and {others} other files"
+    print(f"{len(images) - damaged} images in {target}; skipped {skipped}")
     sys.exit(2 if damaged else 0)
 
 

@@ -39,7 +39,7 @@ class Reviews(Dataset[tuple[str, int]]):
         names, needed = cells.iloc[0].tolist(), ["label", "review"]
         if any(names.count(name) != 1 for name in needed):
             raise UserError(
-                f"{path} has the columns {', '.join(names)}; expected a label and a review, "
+                f"{path} has the columns {', '.join(names)}; expected label and review, "
                 f"separated by commas"
             )
         table = cells.iloc[1:, [names.index(name) for name in needed]].set_axis(needed, axis=1)
@@ -47,7 +47,7 @@ class Reviews(Dataset[tuple[str, int]]):
         complete = table[(table != "").all(axis=1)]
         labels = pandas.to_numeric(complete["label"], errors="coerce")
         for row, label in complete["label"][~labels.isin(ID2LABEL)].items():
-            raise UserError(f"{path}, row {row}: label {label!r}; use 0 for bad and 1 for good")
+            raise UserError(f"{path}, row {row}: label {label!r} is neither 0 (bad) nor 1 (good)")
         once = complete.assign(label=labels.astype(int)).drop_duplicates()
         usable = once.drop_duplicates("review", keep=False)
         self.rows, self.texts = usable.index.tolist(), usable["review"].tolist()
@@ -84,7 +84,7 @@ def read_cells(path: Path) -> pandas.DataFrame:
         text = content.decode("utf-8-sig")
         if "\0" in text:
             line = text.count("\n", 0, text.index("\0")) + 1
-            raise UserError(f"{path} has a NUL byte in line {line}; delete it: tr -d '\\000'")
+            raise UserError(f"{path} has a NUL byte in line {line}; delete it with tr -d '\\000'")
         columns = len(pandas.read_csv(io.StringIO(text), nrows=0).columns)
         return pandas.read_csv(
             io.StringIO(text),
@@ -96,13 +96,13 @@ def read_cells(path: Path) -> pandas.DataFrame:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{path} is not UTF-8 in line {line}; save it as CSV UTF-8, or convert it: "
+            f"{path} is not UTF-8 in line {line}; save it as CSV UTF-8, or convert it with "
             f"iconv -f ENCODING -t UTF-8 (for example GB18030, BIG5 or UTF-16)"
         ) from None
     except ValueError as error:
         reason = str(error).strip().split("C error: ")[-1]
         raise UserError(
-            f"{path} is not a table: {reason}; quote cells that contain commas"
+            f"{path} is not a valid CSV file: {reason}; quote cells that contain commas"
         ) from None
 
 

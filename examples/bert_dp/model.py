@@ -48,7 +48,7 @@ def pretrained(
     files = {path.name: path for path in folder.glob("*") if path.is_file()}
     needs = f"--model {folder} must contain config.json, weights, and vocab.txt or tokenizer.json"
     if not files.keys() & {"vocab.txt", "tokenizer.json"}:
-        raise UserError(f"{needs} of a BERT")
+        raise UserError(f"{needs} of a BERT model")
     for path in (path for path in files.values() if path.suffix in (".txt", ".json")):
         refuse_lfs_pointer(path)
     try:
@@ -74,14 +74,14 @@ def pretrained(
     missing = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
     head = ("classifier.", "bert.pooler.") if new_head else ()
     if missing := [name for name in missing if not name.startswith(head)]:
-        raise UserError(f"--model {folder} is not a complete BERT: no weights for {min(missing)}")
+        raise UserError(f"--model {folder} has no weights for {min(missing)}; use a complete BERT")
     if any(parameter.isnan().any() for parameter in loaded.parameters()):
-        raise UserError(f"--model {folder} contains NaN; use weights saved before they diverged")
+        raise UserError(f"--model {folder} contains NaN; use weights from an earlier step")
     rows, positions = config.vocab_size, config.max_position_embeddings
     if len(tokenizer) > rows or max_length > positions:  # embeddings may be padded
         raise UserError(
             f"--model {folder} has embeddings for {rows} tokens and {positions} positions; "
-            f"its vocabulary has {len(tokenizer)} tokens, --max-length is {max_length}"
+            f"the vocabulary has {len(tokenizer)} tokens, and --max-length is {max_length}"
         )
     # `loaded` would be saved with the parameter names of its file, such as LayerNorm.gamma. The
     # Trainer would not find these names when it loads the best model.

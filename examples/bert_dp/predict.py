@@ -65,11 +65,11 @@ def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any
         UserError: `path` is not a table with this column, or `out` exists.
     """
     if out.exists():
-        raise UserError(f"{out} exists; choose a new file with --out")
+        raise UserError(f"{out} exists; choose another file with --out")
     cells = read_cells(path)
     header = cells.iloc[0].tolist()
     if column not in header:
-        raise UserError(f"{path} has the columns {', '.join(header)}; choose one with --column")
+        raise UserError(f"{path} has no column {column}; choose --column from {', '.join(header)}")
     texts = cells.iloc[1:, header.index(column)]
     texts = texts[texts.str.strip() != ""]
     found = classify(texts.tolist()) if len(texts) else []

@@ -44,7 +44,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
         similar = difflib.get_close_matches(args.arch, names) or ["resnet18", "resnet50"]
         raise UserError(f"torchvision has no model {args.arch}; try {', '.join(similar)}")
     if args.sync_bn and device.type != "cuda":
-        raise UserError("--sync-bn needs CUDA: torch's SyncBatchNorm rejects CPU tensors")
+        raise UserError("--sync-bn needs CUDA, because SyncBatchNorm rejects CPU tensors")
     model = models.get_model(args.arch, num_classes=classes, **options(args))
     if args.pretrained and not (args.evaluate and args.resume != "no"):
         _load_pretrained(model, args)
@@ -64,7 +64,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"cannot load {weights.url} ({reason}); put the file into "
+            f"cannot load {weights.url} ({reason}); download the file to "
             f"{torch.hub.get_dir()}/checkpoints"
         ) from None
     if first:
@@ -73,7 +73,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
     loaded = {n: v for n, v in loaded.items() if n in own and v.shape == own[n].shape}
     missing = ", ".join(sorted(own.keys() - loaded.keys()))
     if missing and args.evaluate:
-        raise UserError(f"{weights} does not match the data ({missing}); fine-tune first")
+        raise UserError(f"{weights} has no weights for {missing}; fine-tune first")
     model.load_state_dict(loaded, strict=False)
     print0(f"loaded {weights}" + (f", except {missing}" if missing else ""))
 
@@ -92,7 +92,7 @@ def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
     if args.resume == "auto":
         found = newest(args.out / "checkpoints", print0)
         if found is None:
-            raise UserError(f"{args.out}/checkpoints is empty; use --resume PATH")
+            raise UserError(f"{args.out}/checkpoints has no checkpoint; use --resume PATH")
         path, _ = found
     load_model(path, model, {"classes": classes})
     print0(f"loaded {path}")
@@ -106,8 +106,8 @@ def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
     """
     if loader.batch_size % args.accumulate:
         raise UserError(
-            f"--accumulate {args.accumulate} does not divide the {loader.batch_size} images "
-            f"per rank; change --batch-size"
+            f"the local batch size {loader.batch_size} is not divisible by --accumulate "
+            f"{args.accumulate}; change one of them"
         )
     steps_per_epoch = len(loader)
     if not steps_per_epoch:

@@ -22,8 +22,8 @@ def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
     batch, first = local_batch_size(args.batch_size, mesh.size(0)), mesh.get_local_rank("pp") == 0
     if not 1 <= args.micro_batches <= batch:
         raise UserError(
-            f"--micro-batches {args.micro_batches} must be from 1 to {batch}, "
-            f"the number of samples per replica"
+            f"--micro-batches must be from 1 to {batch}, the number of samples per replica; "
+            f"got {args.micro_batches}"
         )
     loaders = image_loaders(
         args.data,

@@ -42,7 +42,7 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
                 f"choose {stages - 1} of these, in this order: {', '.join(firsts[1:])}"
             )
     elif stages > residual:
-        raise UserError(f"{stages} stages: the model has {residual} residual blocks; use fewer")
+        raise UserError(f"cannot split {residual} residual blocks into {stages} stages; use fewer")
     bounds = [0, *starts, len(row)]
     return [sum(row[bounds[i] : bounds[i + 1]], []) for i in range(stages)]  # noqa: RUF017
 

@@ -46,7 +46,7 @@ def main() -> None:
     """Train on one rank; torchrun starts all of them."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=48, help="global: divided by the ranks")
+    parser.add_argument("--batch-size", type=int, default=48, help="global batch size")
     parser.add_argument("--lr", type=float, default=0.002)
     parser.add_argument("--resume", action="store_true", help=f"continue from {CHECKPOINT}")
     args = parser.parse_args()

@@ -81,4 +81,4 @@ def test_a_node_that_never_arrives() -> None:
         *two_ranks("-m", "this"),
     ]
     code, last = run(*words, env={"PET_RDZV_CONF": "timeout=3"})
-    assert (code, last.startswith("error: a node did not arrive: ")) == ("75", True)
+    assert (code, last.startswith("error: a node did not join: ")) == ("75", True)

@@ -58,8 +58,8 @@ def test_reviews_keep_their_rows_when_others_are_left_out(tmp_path: Path) -> Non
     ("content", "words"),
     [
         ("", "No columns"),
-        (TABLE.replace("label", "stars"), "columns stars, review; expected a label"),
-        (TABLE.replace("label,review", "label,review,label"), "expected a label and a review"),
+        (TABLE.replace("label", "stars"), "columns stars, review; expected label"),
+        (TABLE.replace("label,review", "label,review,label"), "expected label and review"),
         (TABLE.replace(",", ";"), "columns label;review; .* separated by commas"),
         (TABLE + "2,还行\n", "row 13: label '2'"),
         (TABLE + "差评,还行\n", "row 13: label '差评'"),

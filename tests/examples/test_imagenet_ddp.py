@@ -236,7 +236,7 @@ def test_pretrained_has_a_new_head(
     missing = ranks.run(EXAMPLE, 1, words, out=tmp_path / "m", env=offline)
     assert missing.codes == [2]
     assert re.search(
-        r"^error: cannot load https://.*; put the file into", missing.text, re.MULTILINE
+        r"^error: cannot load https://.*; download the file to", missing.text, re.MULTILINE
     )
 
 
@@ -251,14 +251,14 @@ def test_newest_pretrained_weights() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--accumulate 5", "--accumulate 5 does not divide the 6"),
+        ("--accumulate 5", "batch size 6 is not divisible by --accumulate 5"),
         ("-b 13", "--batch-size 13 is not divisible by 2 ranks"),
         ("-b 68", "--batch-size 68 exceeds the training set"),
         ("-a resnet19", "torchvision has no model resnet19; try resnet"),
         ("--sync-bn", "--sync-bn needs CUDA"),
         ("--start-epoch 2", "--start-epoch 2 must be below --epochs 2"),
         ("-e", "--evaluate needs weights"),
-        ("-e --resume auto", "checkpoints is empty"),
+        ("-e --resume auto", "checkpoints has no checkpoint"),
     ],
 )
 def test_mistakes_are_one_line(images: Path, tmp_path: Path, words: str, message: str) -> None:

@@ -21,5 +21,5 @@ def test_sampler_shows_the_samples_of_each_rank() -> None:
     for indices in (first, second):
         assert {index for own in indices for index in own} == set(range(10))
     ordered = [10 * index for index in range(10)]
-    assert shown["in dataset order, without the repeats, on every rank"] == [ordered] * 3
+    assert shown["in dataset order, without duplicates, on every rank"] == [ordered] * 3
     assert shown["new_group([0, 2])"] == [[2], [1], [2]]

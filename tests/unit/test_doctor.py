@@ -187,7 +187,7 @@ def test_an_error_of_one_rank_ends_all_ranks_with_2(tmp_path: Path) -> None:
     jobs = [(program, rank, 0, port, tmp_path / f"out{rank}") for rank in (0, 1)]
     codes, texts = ranks._forked(jobs, tmp_path)
     assert codes == [2, 2]
-    assert "out1 is not shared with rank 0 (rank 1); mount one folder" in texts[0]
+    assert "out1 is not shared with rank 0 (rank 1); mount the same folder" in texts[0]
 
 
 def test_a_machine_reports_if_the_ranks_cannot_connect(tmp_path: Path) -> None:

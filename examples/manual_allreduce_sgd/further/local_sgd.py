@@ -81,7 +81,7 @@ def compare(every: int, epochs: int) -> None:
         model = DigitNet(size=8, classes=10)
         accuracy = train(model, Outer(model, *settings) if settings else None, every, epochs)
         if dist.get_rank() == 0:
-            steps = f"a message every {every if settings else 1} step(s)"
+            steps = f"one message every {every if settings else 1} step(s)"
             print(f"{name:16} {steps}, accuracy {accuracy:.1%}", flush=True)
 
 

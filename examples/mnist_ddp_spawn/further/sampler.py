@@ -47,7 +47,7 @@ def training(samples: int) -> None:
     """Show DistributedSampler, and what `set_epoch` changes. Every rank calls this."""
     dataset = TensorDataset(torch.arange(samples))
     sampler = DistributedSampler(dataset, shuffle=False)
-    show("not shuffled: rank r gets r, r + W, r + 2W, ...; the first are repeated", list(sampler))
+    show("not shuffled: rank r gets r, r + W, ...; the first samples are repeated", list(sampler))
     sampler = DistributedSampler(dataset, shuffle=False, drop_last=True)
     show("drop_last: the remaining samples are left out", list(sampler))
     sampler = DistributedSampler(dataset, seed=0)
@@ -55,7 +55,7 @@ def training(samples: int) -> None:
         show(f"epoch {epoch} without set_epoch: always the same order, with repeats", list(sampler))
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        show(f"epoch {epoch} with set_epoch({epoch}): its own permutation", list(sampler))
+        show(f"epoch {epoch} with set_epoch({epoch}): a new permutation", list(sampler))
 
 
 def evaluation(samples: int) -> None:
@@ -67,7 +67,7 @@ def evaluation(samples: int) -> None:
     shards = [torch.empty_like(predictions) for _ in range(world_size)]
     dist.all_gather(shards, predictions)  # equal lengths, because samples are repeated
     ordered = torch.stack(shards, dim=1).flatten()[:samples]  # row k of rank r is k * W + r
-    show("in dataset order, without the repeats, on every rank", ordered.tolist())
+    show("in dataset order, without duplicates, on every rank", ordered.tolist())
 
 
 def groups() -> None:
@@ -77,7 +77,7 @@ def groups() -> None:
     total = torch.tensor([dist.get_rank()])
     if dist.get_rank() in members:
         dist.all_reduce(total, group=group)
-    show(f"new_group({members}): members have the sum, others their own rank", total.tolist())
+    show(f"new_group({members}): members have the sum, other ranks their own rank", total.tolist())
 
 
 if __name__ == "__main__":

@@ -106,13 +106,13 @@ def main(steps: int, folder: Path) -> None:
 
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all of them
     total, local = sum(x.numel() for x in sharded), sum(x.to_local().numel() for x in sharded)
-    print(f"rank {rank} has {local:,} of {total:,} parameters", flush=True)
+    print(f"rank {rank} stores {local:,} of {total:,} parameters", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of this run")
+    parser.add_argument("--steps", type=int, default=20, help="number of optimizer steps")
     parser.add_argument("--out", type=Path, default=Path("runs/fsdp"), help="checkpoint folder")
     args = parser.parse_args()
     main(args.steps, args.out)
