@@ -1,14 +1,14 @@
-"""Other ways to sum over the ranks, and what they cost.
+"""Compare algorithms that sum over the ranks, and their costs.
 
     python -m examples.manual_allreduce_sgd.allreduce --nproc 2
 
-| W ranks, a tensor of S bytes | bytes sent by a rank | messages in a row | good for |
+| W ranks, a tensor of S bytes | bytes sent per rank | consecutive messages | good for |
 |---|---|---|---|
 | `recursive_doubling` | log2(W) S | log2(W), 2 more unless W is a power of 2 | small tensors |
 | `ring_all_reduce` in train.py | 2 (W - 1) / W S | 2 (W - 1) | large tensors |
 
-After either algorithm, all ranks have the same bits. The algorithms add in different orders, so
-their sums of floats are equal up to rounding.
+Each algorithm gives all ranks the same bits. The algorithms add in different orders, so their
+results are equal only up to rounding.
 """
 
 import statistics
@@ -28,7 +28,7 @@ def recursive_doubling(tensor: Tensor) -> None:
     """Sum a tensor [n] over the ranks, in place. Every rank calls this.
 
     A rank exchanges its partial sum with the ranks at distance 1, 2, 4, ...; each exchange doubles
-    the number of ranks in it. Ranks beyond the largest power of 2 first send their tensor to a
+    the number of ranks in the sum. Ranks beyond the largest power of 2 first send their tensor to a
     partner, and receive the result at the end.
     (Thakur et al., 2005, https://doi.org/10.1177/1094342005051521, section 4.5)
     """
@@ -55,8 +55,8 @@ def recursive_doubling(tensor: Tensor) -> None:
 def average_each_gradient(model: nn.Module) -> None:
     """Replace each gradient by its mean over the ranks. Every rank calls this, after backward.
 
-    This is the loop of most tutorials. Its many short messages are slower than the long
-    message of `average_gradients` in train.py.
+    Most tutorials contain this loop. Its many short messages are slower than the single long
+    message that `average_gradients` in train.py sends.
     """
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -76,7 +76,7 @@ def milliseconds(function: Callable[..., object], *args: object) -> float:
 
 
 def compare() -> None:
-    """Print the time that each algorithm takes. Every rank calls this."""
+    """Print the time that each algorithm needs. Every rank calls this."""
     lines = ["milliseconds          1 KB    1 MB   16 MB"]
     for algorithm in (dist.all_reduce, ring_all_reduce, recursive_doubling):
         tensors = [torch.zeros(1 << bits) for bits in (8, 18, 22)]  # 4 bytes per element

@@ -12,7 +12,7 @@ class Args(RunArgs):
     """Train a small network on images of digits; the ranks average their gradients by hand."""
 
     all_reduce: Literal["ring", "torch"] = "ring"
-    """The sum over the ranks: `ring_all_reduce` in train.py, or `dist.all_reduce` of torch."""
+    """Algorithm of the sum: `ring_all_reduce` in train.py, or torch's `dist.all_reduce`."""
     dataset: str = "digits"
     """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder like MNIST's."""
     lr: float = 0.01

@@ -1,4 +1,4 @@
-"""The smallest distributed program: fork processes, join them into a group, run, wait.
+"""A minimal distributed program: fork processes, form a group, run a function, and wait.
 
     python -m examples.manual_allreduce_sgd.run
 
@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 
 def run() -> None:
-    """Add the ranks of all processes. Every rank calls this."""
+    """Sum the rank numbers of all processes. Every rank calls this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     total = torch.tensor(rank)
     dist.all_reduce(total, dist.ReduceOp.SUM)
@@ -29,7 +29,7 @@ def init_process(rank: int, world_size: int, file: str, function: Any, *args: An
     """Join the process group as one of its ranks, call a function, and leave the group."""
     torch.set_num_threads(1)  # by default, each process would start a thread per core
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    method = f"file://{file}"  # a port could be taken, or reached by other machines
+    method = f"file://{file}"  # a port could be in use, or accessible to other machines
     dist.init_process_group("gloo", method, world_size=world_size, rank=rank)
     function(*args)
     dist.destroy_process_group()

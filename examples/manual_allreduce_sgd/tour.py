@@ -39,7 +39,7 @@ def show(call: str, before: str, after: object) -> None:
 
 
 def send_and_receive(rank: int, world_size: int) -> None:
-    """Send a tensor from one rank to another one."""
+    """Send a tensor from one rank to another."""
     value = numbers(100 if rank == 0 else -1)
     before = text(value)
     if rank > 0:  # if rank 0 also received first, all ranks would wait forever
@@ -74,7 +74,7 @@ def one_to_all(rank: int, world_size: int) -> None:
 
 def collect(rank: int, world_size: int) -> None:
     """Collect the values of all ranks, ordered by rank, on rank 0 or on all ranks."""
-    # Tensors are received into existing ones: one for each rank of the world, not of a node.
+    # all_gather fills existing tensors, one for each rank of the world (not of the node).
     blanks = [numbers(-1) for _ in range(world_size)]
     dist.all_gather(blanks, numbers(10 * rank))
     show("all_gather", text(numbers(10 * rank)), blanks)

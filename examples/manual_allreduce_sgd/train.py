@@ -42,7 +42,7 @@ def ring_all_reduce(tensor: Tensor) -> None:
         incoming = torch.empty_like(own) if step < world_size - 1 else own
         send = dist.P2POp(dist.isend, outgoing, (rank + 1) % world_size)
         receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % world_size)
-        # Posted together: if every rank waited for its send first, no rank would receive.
+        # Post both together: if every rank waited for its send first, no rank would receive.
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
         if incoming is not own:
@@ -62,7 +62,7 @@ def average_gradients(model: nn.Module, all_reduce: Callable[[Tensor], object]) 
 def partition_dataset(samples: Tensor, batch_size: int) -> list[tuple[Tensor, int]]:
     """Return this rank's part of each global batch of samples [N], and the global batch size.
 
-    Rank r of W takes samples r, r + W, ... of each batch. No sample is lost, whatever W is.
+    Rank r of W gets the samples r, r + W, ... of each batch. No sample is dropped for any W.
     """
     own = slice(dist.get_rank(), None, dist.get_world_size())
     return [(batch[own], len(batch)) for batch in samples.split(batch_size)]
@@ -73,7 +73,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)
@@ -93,10 +93,10 @@ def main_worker(local_rank: int, args: Args) -> None:
         order, losses = torch.randperm(len(labels), generator=generator).to(device), []
         for part, global_batch_size in run.steps(partition_dataset(order, args.batch_size)):
             with run.autocast:
-                logits = model(images[part]).float()  # [B, C]; B differs by one between ranks
+                logits = model(images[part]).float()  # [B, C]; B may differ by one between ranks
             loss_sum = F.cross_entropy(logits, labels[part], reduction="sum")
-            # Averaged over the ranks, this is the mean loss of the global batch. The ranks' own
-            # means are not: a sample of a rank with fewer samples would count more.
+            # Averaged over the ranks, this is the mean loss of the global batch. The mean of the
+            # ranks' means is not, because samples of a smaller local batch would count more.
             loss = loss_sum * world_size / global_batch_size
             optimizer.zero_grad()
             loss.backward()

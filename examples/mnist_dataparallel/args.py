@@ -14,8 +14,8 @@ class Args(RunArgs):
     """Classify digits with nn.DataParallel: one process trains on several devices."""
 
     device_ids: Annotated[tuple[int, ...], arg(metavar="N ...")] = ()
-    """CUDA devices; the model is on the first one. Default: all. On a CPU, there is one replica and
-    thread per number; default: 0 1."""
+    """CUDA devices; the model is on the first one. Default: all. On a CPU, each number is a replica
+    with its own thread; default: 0 1."""
     explain: bool = False
     """Run the eight steps by hand, and print what they do in the third iteration."""
     dataset: str = "digits"
@@ -23,6 +23,6 @@ class Args(RunArgs):
     epochs: int = 20
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
-    """GLOBAL batch size in samples, divided by the processes, then split over their devices."""
+    """GLOBAL batch size in samples, divided among the processes, then split over their devices."""
     out: Path = Path("runs/mnist_dataparallel")
     """Folder for checkpoints, metrics and the result."""

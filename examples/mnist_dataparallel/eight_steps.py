@@ -1,4 +1,4 @@
-"""`nn.DataParallel` by hand: the eight steps of one iteration, also on CPUs.
+"""`nn.DataParallel` by hand: the eight steps of one iteration, on GPUs or CPUs.
 
     1 copy       the batch goes to the first device
     2 scatter    chunk 0         chunk 1         ...    one chunk per device
@@ -31,9 +31,9 @@ class EightSteps(nn.Module):
     """Splits each batch over the devices. A device, such as the CPU, may occur several times.
 
     Args:
-        module: returns one tensor. All parameters and buffers are on the first device.
-        devices: one per replica. With fewer than two, the module is called unchanged.
-        log: prints a line about each step of the third iteration.
+        module: model that returns one tensor; its parameters and buffers are on the first device.
+        devices: device of each replica. With fewer than two devices, the module is called directly.
+        log: function that prints a line about each step of the third iteration.
 
     Raises:
         RuntimeError: a parameter or buffer is not on the first device.
@@ -111,7 +111,7 @@ class EightSteps(nn.Module):
         return list(self._threads.map(on_device, devices, *arguments))
 
     def show(self, step: str, tensors: Iterable[Tensor]) -> None:
-        """Print shapes, devices and milliseconds of a step, in one iteration."""
+        """Log the shapes, devices and duration of a step, in the third iteration only."""
         if self.log is None or self._iteration != EXPLAINED:
             return
         for device in {device for device in self.devices if device.type == "cuda"}:
@@ -135,7 +135,7 @@ def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return the module itself for the first device, and copies for the other devices.
 
-    Parameters and buffers are copied in each iteration. Changes of a copy are lost, so BatchNorm
+    Parameters and buffers are copied in each iteration. Changes to a copy are lost, so BatchNorm
     keeps the statistics of the first chunk only.
     """
     return [module, *(copy.deepcopy(module).to(device) for device in devices[1:])]
@@ -151,6 +151,6 @@ def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
 
 
 def flat_state(module: nn.Module) -> Tensor:
-    """Return a tensor with as many elements as all parameters and buffers, without copying."""
+    """Return a tensor with as many elements as all parameters and buffers, without a copy."""
     state = [*module.parameters(), *module.buffers()]
     return state[0].detach().flatten()[:1].expand(sum(tensor.numel() for tensor in state))

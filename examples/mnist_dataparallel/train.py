@@ -1,4 +1,4 @@
-"""mnist_dataparallel: `nn.DataParallel`, and the same by hand in eight_steps.py.
+"""mnist_dataparallel: train with `nn.DataParallel`; eight_steps.py does the same by hand.
 
     python -m examples.mnist_dataparallel                           # all GPUs, or 2 CPU threads
     python -m examples.mnist_dataparallel --explain                 # the eight steps, printed
@@ -34,7 +34,7 @@ LR = 0.2  # highest learning rate of the one-cycle schedule
 
 
 class InAutocast(nn.Module):
-    """Run the model in mixed precision. The replicas' threads do not inherit autocast's type."""
+    """The model with autocast in its forward, because the replicas' threads do not inherit it."""
 
     def __init__(self, model: nn.Module, autocast: torch.autocast) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
-    """Train in one process, on all its devices."""
+    """Train on all devices of one process."""
     devices = choose_devices(args, init_distributed(args, local_rank))
     device, cuda, world_size = devices[0], devices[0].type == "cuda", dist.get_world_size()
     torch.manual_seed(args.seed)  # equal parameters in all processes; DDP would broadcast them
@@ -89,7 +89,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         for images, labels in run.steps(loader):  # [B / W, 1, S, S], [B / W]
             images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
             logits = parallel(images)  # scatter, replicate, forward in threads, gather
-            # Exact for unequal chunks. The mean of the chunks' mean losses is not.
+            # This loss is exact for unequal chunks; the mean of the chunks' mean losses is not.
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()  # in threads; sums the gradients of the replicas

@@ -1,6 +1,6 @@
 """mnist_ddp_spawn: train a network on digits; this file contains every step of DDP training.
 
-    python -m examples.mnist_ddp_spawn                        # a world of one
+    python -m examples.mnist_ddp_spawn                        # one process
     python -m examples.mnist_ddp_spawn --nproc 2              # two processes
     torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn   # started by torchrun
 
@@ -39,7 +39,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train in one process of the job."""
     here = place(args, local_rank)  # rank = node * processes per node + local rank
@@ -83,7 +83,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     )
     if not cuda and args.device == "auto":
         run.warn("no CUDA device found: the CPU is slow for large models")  # yellow, on rank 0
-    warm_up_buckets(model)  # a resumed run on 3 or more ranks then has the same bits
+    warm_up_buckets(model)  # makes a resumed run on 3 or more ranks bit-identical
 
     for epoch in run.epochs(args.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order
@@ -99,7 +99,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             optimizer.step()
             scheduler.step()
             run.log(loss)
-        # Each rank evaluates its part; `evaluate` restores the order of the data set.
+        # Each rank evaluates its own samples; `evaluate` restores the order of the dataset.
         evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
         metrics = evaluation.metrics | report(evaluation)
         if run.end_epoch(metrics, score=metrics["accuracy"]):  # True if it is the best so far
@@ -109,7 +109,7 @@ def main_worker(local_rank: int, args: Args) -> None:
 
 
 def report(evaluation: Evaluation) -> dict[str, float]:
-    """Return macro precision, recall and F1, and one-vs-rest AUC."""
+    """Return macro-averaged precision, recall and F1, and the one-vs-rest AUC."""
     targets, predictions = evaluation.targets.numpy(), evaluation.predictions.numpy()
     macro = precision_recall_fscore_support(targets, predictions, average="macro", zero_division=0)
     metrics = dict(zip(("precision", "recall", "f1"), map(float, macro[:3]), strict=True))

@@ -1,4 +1,4 @@
-"""Send gradients while backward still computes others, like DistributedDataParallel.
+"""Send gradients while backward still computes other gradients, like DistributedDataParallel.
 
     python -m examples.manual_allreduce_sgd.further.buckets --nproc 2
 
@@ -25,10 +25,10 @@ from ..train import average_gradients
 class Buckets:
     """Averages the gradients of a model over the ranks, during backward.
 
-    Every rank creates one with the same model, and calls `wait` after each backward.
+    Every rank creates an instance for the same model, and calls `wait` after each backward.
 
     Args:
-        model: parameters that are unused in a step get zero gradients.
+        model: model to train; parameters that are unused in a step get zero gradients.
         bucket_bytes: size at which a bucket is closed; DDP's default is 25 MB.
     """
 
@@ -45,7 +45,7 @@ class Buckets:
 
     def _collect(self, parameter: nn.Parameter) -> None:
         """Record that a gradient is ready, and send all complete buckets."""
-        if parameter in self.ready:  # its bucket may be sent already; DDP also raises
+        if parameter in self.ready:  # its bucket may already be sent; DDP also raises
             raise RuntimeError(f"a gradient {list(parameter.shape)} became ready twice in a step")
         self.ready.add(parameter)
         # All ranks must send the buckets in the same order, even if another bucket is ready first.
@@ -115,7 +115,7 @@ def compare(steps: int) -> None:
 
 
 def main(nproc: int = 2, steps: int = 30) -> None:
-    """Compare averaging after backward, in buckets during backward, and DDP."""
+    """Compare averaging after backward, averaging in buckets during backward, and DDP."""
     launch(compare, nproc, steps)
 
 

@@ -26,13 +26,13 @@ class Compressor:
     """Averages gradients [n] over the ranks; this base class sends them uncompressed."""
 
     def __init__(self) -> None:
-        self.error = torch.zeros(())  # [n] after the first step: what this rank did not send
+        self.error = torch.zeros(())  # unsent part of the gradient; [n] after the first step
         self.bytes_per_step = 0  # size of this rank's messages
 
     def average(self, gradient: Tensor) -> Tensor:
         """Return the approximate mean [n] of the ranks' gradients [n]. Every rank calls this."""
         wanted = gradient + self.error
-        mean, sent = self._exchange(wanted)  # the mean of the ranks' `sent` is `mean`
+        mean, sent = self._exchange(wanted)  # `mean` is the mean of all ranks' `sent`
         self.error = wanted - sent
         return mean
 
@@ -53,7 +53,7 @@ class BFloat16(Compressor):
 
 
 class TopK(Compressor):
-    """Sends a fraction of the gradients, the largest (https://arxiv.org/abs/1704.05021)."""
+    """Sends only the largest gradients (https://arxiv.org/abs/1704.05021)."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class TopK(Compressor):
 
 
 class PowerSGD(Compressor):
-    """Sends each matrix [a, b] as [a, r] times [r, b] (https://arxiv.org/abs/1905.13727).
+    """Sends a product [a, r] x [r, b] for each matrix [a, b] (https://arxiv.org/abs/1905.13727).
 
     Args:
-        shapes: a and b of each gradient; it is sent whole if the thin matrices are not smaller.
-        rank: r, columns of the thin matrices.
+        shapes: (a, b) of each gradient, which is sent whole if its factors would not be smaller.
+        rank: number of columns r of the thin matrices.
     """
 
     def __init__(self, shapes: list[tuple[int, int]], rank: int) -> None:
@@ -121,7 +121,7 @@ def train(model: DigitNet, compressor: Compressor, epochs: int) -> float:
 
 
 def compare(epochs: int) -> None:
-    """Train with each method, and print bytes and accuracy. Every rank calls this."""
+    """Train with each method; print the bytes per step and the accuracy. Every rank calls this."""
     shapes = [(len(p), p[0].numel()) for p in DigitNet(size=8, classes=10).parameters()]
     compressors: dict[str, Compressor] = {
         "fp32": Compressor(),

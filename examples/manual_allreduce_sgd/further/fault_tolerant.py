@@ -6,10 +6,10 @@
     python -m examples.manual_allreduce_sgd.further.fault_tolerant --replica 1
 
 Start each command in its own terminal, kill a replica, and start it again. Before each step, the
-replicas that are alive form a quorum at a small server, the lighthouse. They average their
-gradients, and apply the step only if that worked. A replica that joins first receives the state of
-another replica. The global batch is divided among the replicas of the quorum, so that a lost
-replica costs time but no samples.
+running replicas form a quorum at a small server, the lighthouse. They average their gradients, and
+apply the step only if the averaging succeeded. A joining replica first receives the state of
+another replica. The global batch is divided among the replicas of the quorum, so a lost replica
+costs time but no samples.
 """
 
 import logging
@@ -45,7 +45,7 @@ def make_manager(replica: int, store: dist.TCPStore, parts: dict[str, Any], ligh
         load_state_dict=load_state_dict,
         state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
         min_replica_size=1,
-        use_async_quorum=False,  # a replica that joins computes in the same step
+        use_async_quorum=False,  # a joining replica contributes in the same step
         replica_id=f"replica_{replica}",
         store_addr="127.0.0.1",
         store_port=store.port,
@@ -68,7 +68,7 @@ def main(replica: int, steps: int = 1000, lighthouse: str = "http://127.0.0.1:29
     manager = make_manager(replica, store, {"model": model, "optimizer": sgd}, lighthouse)
     optimizer = torchft.Optimizer(manager, sgd)
     while manager.current_step() < steps:
-        optimizer.zero_grad()  # forms a quorum; a replica that joins receives the state here
+        optimizer.zero_grad()  # forms a quorum; a joining replica receives the state here
         step, replicas = manager.current_step(), manager.num_participants()
         epoch, batch = divmod(step, -(-len(labels) // BATCH_SIZE))
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))
@@ -78,7 +78,7 @@ def main(replica: int, steps: int = 1000, lighthouse: str = "http://127.0.0.1:29
         (loss_sum * replicas / len(samples)).backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         flat = parameters_to_vector(gradients)
-        manager.allreduce(flat).wait()  # the mean; it also returns after an error
+        manager.allreduce(flat).wait()  # averages; also returns after an error
         vector_to_parameters(flat, gradients)
         optimizer.step()  # does nothing after an error: the step is repeated
         result = "done" if manager.current_step() > step else "failed"

@@ -1,9 +1,9 @@
-"""Send models every few steps instead of gradients in every step: local SGD and DiLoCo.
+"""Local SGD and DiLoCo: send models every few steps instead of gradients in every step.
 
     python -m examples.manual_allreduce_sgd.further.local_sgd --nproc 2 --every 8
 
-Each rank trains alone for H steps, so that it sends H times fewer bytes. Then all ranks continue
-from one model:
+Each rank trains alone for H steps (--every), so it sends H times fewer bytes. Then all ranks
+continue from one model:
 
 | method | the new model | source |
 |---|---|---|
@@ -53,7 +53,7 @@ class Outer:
 def train(model: nn.Module, outer: Outer | None, every: int, epochs: int) -> float:
     """Train on the digits; return the accuracy on the test set. Every rank calls this.
 
-    `outer` combines the models after every `every` steps; if it is None, gradients are averaged.
+    `outer` combines the models once per `every` steps; if it is None, gradients are averaged.
     """
     data = image_data("digits", Path())
     (images, labels), (test_images, test_labels) = data.train.tensors, data.test.tensors
@@ -86,7 +86,7 @@ def compare(every: int, epochs: int) -> None:
 
 
 def main(nproc: int = 2, every: int = 8, epochs: int = 4) -> None:
-    """Train on the digits with each method, and a message every `every` steps."""
+    """Train on the digits with each method; local methods communicate once per `every` steps."""
     launch(compare, nproc, every, epochs)
 
 

@@ -1,11 +1,11 @@
-"""Sum without messages: the ranks of one machine add in memory that all of them can read.
+"""Sum without messages: the ranks of one machine use memory that all of them can access.
 
     python -m examples.manual_allreduce_sgd.further.shared_memory --nproc 2
 
-Each rank writes its numbers to a row of the shared memory. Rank r then adds part r of all rows into
-one more row, which is a reduce-scatter. Every rank can read the whole sum there, so the all-gather
-copies nothing. (Jia et al., 2018, https://arxiv.org/abs/1807.11205, sum in this way within a node,
-and with a ring between nodes.) In a training, gradients can be views of the row: nothing is copied.
+Each rank writes its numbers to a row of the shared memory. Rank r then adds chunk r of all rows and
+writes the sum to an extra row: a reduce-scatter. Every rank can read all sums there, so no
+all-gather is needed. (Jia et al., 2018, https://arxiv.org/abs/1807.11205, sum in this way within a
+node, and with a ring between nodes.) Gradients can be views of the row, so that nothing is copied.
 """
 
 import mmap
@@ -24,14 +24,14 @@ TIMEOUT = 60.0  # seconds: longest wait for another rank
 
 
 class SharedMemory:
-    """Memory for a float tensor [n] of each rank, and for their sum.
+    """Shared memory for one float tensor [n] per rank, and for their sum.
 
-    Create it before the ranks are forked. The memory has no name in a file system. It is freed with
-    the last process, and the small /dev/shm of a container does not limit it.
+    Create it before the ranks are forked. The memory is anonymous, so it is freed when the last
+    process exits, and the small /dev/shm of a container does not limit it.
 
     Args:
         world_size: number of ranks, at least 2.
-        length: n.
+        length: number of elements n.
     """
 
     def __init__(self, world_size: int, length: int) -> None:
@@ -57,7 +57,7 @@ class SharedMemory:
         torch.add(rows[0], rows[1], out=total)
         for row in rows[2:]:
             total += row
-        self.barrier.wait(TIMEOUT)  # all parts are added
+        self.barrier.wait(TIMEOUT)  # all chunks are added
         return self.rows[-1]
 
 
@@ -74,7 +74,7 @@ def compare(memory: SharedMemory) -> None:
 
 
 def main(nproc: int = 2, megabytes: int = 16) -> None:
-    """Compare the time of a sum in shared memory and with messages."""
+    """Compare the time of a sum in shared memory with sums that use messages."""
     launch(compare, nproc, SharedMemory(nproc, megabytes << 18))
 
 

@@ -3,7 +3,7 @@
     python -m examples.mnist_ddp_spawn.further.sampler              # 3 processes, 10 samples
     python -m examples.mnist_ddp_spawn.further.sampler --nproc 4 --samples 7
 
-Plain torch, with a literal `mp.spawn`.
+This program uses only torch, and starts its ranks with `mp.spawn`.
 """
 
 import os
@@ -21,8 +21,8 @@ def main(nproc: int = 3, samples: int = 10) -> None:
     """Show DistributedSampler, exact evaluation and process groups."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no socket that other machines can reach
     with tempfile.TemporaryDirectory() as folder:
-        init_method = f"file://{folder}/rendezvous"  # or tcp://127.0.0.1:PORT, any free port
-        mp.spawn(main_worker, (nproc, init_method, samples), nproc)  # the rank is prepended
+        init_method = f"file://{folder}/rendezvous"  # or tcp://127.0.0.1:PORT with a free port
+        mp.spawn(main_worker, (nproc, init_method, samples), nproc)  # prepends the rank
 
 
 def main_worker(rank: int, world_size: int, init_method: str, samples: int) -> None:
