@@ -16,12 +16,12 @@ class Args(RunArgs):
     arch: Annotated[
         Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"], arg(aliases=["-a"])
     ] = "resnet50"
-    """Model of torchvision."""
+    """Name of a torchvision model."""
     norm: Literal["group", "batch"] = "group"
-    """group normalizes each sample; batch normalizes each micro-batch, as torchvision's weights
-    need."""
+    """group normalizes each sample; batch normalizes each micro-batch, which torchvision's weights
+    require."""
     stages: Annotated[int, arg(metavar="P")] = 0
-    """Stages of a pipeline; with fewer stages than ranks, the pipeline is replicated. 0: ranks."""
+    """Stages of a pipeline, which is replicated if there are more ranks; 0 means one per rank."""
     cuts: Annotated[tuple[str, ...], arg(metavar="BLOCK ...")] = ()
     """First block of each later stage, for example layer2.0; default: equal numbers of blocks."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"

@@ -1,4 +1,4 @@
-"""The images of a replica: only its first stage reads them, but all its stages need the labels."""
+"""Load the data of a replica: its first stage needs the images, and all stages need the labels."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from .args import Args
 
 
 def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
-    """Return loaders of the training and the test images of this replica. Every rank calls this.
+    """Return this replica's DataLoaders for training and test images. Every rank calls this.
 
     Raises:
-        UserError: the batch cannot be divided by the replicas or into micro-batches.
+        UserError: the batch cannot be divided among the replicas or into micro-batches.
     """
     batch, first = local_batch_size(args.batch_size, mesh.size(0)), mesh.get_local_rank("pp") == 0
     if not 1 <= args.micro_batches <= batch:
@@ -40,7 +40,7 @@ def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
 
 
 def without_images(loader: Any) -> Any:
-    """Return a loader of the same labels in the same order, with a pixel in place of each image."""
+    """Return a loader of the same labels in the same order, with a pixel instead of each image."""
     folder, pixel = loader.dataset, torch.zeros(1, 3, 1, 1, dtype=torch.uint8)
     labels = InMemoryImages(pixel, torch.tensor(folder.targets), folder.classes)
     return DataLoader(labels, loader.batch_size, sampler=loader.sampler, drop_last=loader.drop_last)

@@ -17,9 +17,9 @@ messages. A column is a unit of time, and a dot is idle time. P = 3, M = 4:
         stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-Time: in both, a stage works for 2 M columns and waits for 2 (P - 1). The idle fraction, called the
-bubble, is (P - 1) / (M + P - 1): more micro-batches shrink it. They also make each matrix product
-smaller and therefore less efficient, so the best M has to be measured.
+Time: in both, a stage works for 2 M columns and waits for 2 (P - 1) columns. The idle fraction, or
+bubble, is (P - 1) / (M + P - 1), so more micro-batches shrink it. They also make each matrix
+product smaller and therefore less efficient, so the best M has to be measured.
 
 Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps the
 activations of all M. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards
@@ -53,7 +53,7 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: a forward per later stage, then F and B in turn."""
+    """Return the actions of a stage: one forward per later stage, then alternating F and B."""
     ahead = min(stages - 1 - stage, micro_batches)
     actions = [Action("F", micro) for micro in range(ahead)]
     for micro in range(ahead, micro_batches):
@@ -64,8 +64,8 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
 def make_mesh(device_type: str, stages: int, timeout: float) -> DeviceMesh:
     """Arrange the ranks as [dp, pp]: rank d * P + s has stage s of replica d. All ranks call this.
 
-    `init_device_mesh(device_type, (D, P), mesh_dim_names=("dp", "pp"))` does the same, but a rank
-    waits for others in its groups for up to 30 minutes; here `timeout` seconds.
+    `init_device_mesh(device_type, (D, P), mesh_dim_names=("dp", "pp"))` does the same, but its
+    groups time out after 30 minutes instead of `timeout` seconds.
     """
     ranks = torch.arange(dist.get_world_size()).view(-1, stages)
     groups = [new_group(rows, timeout) for rows in (ranks.T, ranks)]
@@ -73,21 +73,21 @@ def make_mesh(device_type: str, stages: int, timeout: float) -> DeviceMesh:
 
 
 def new_group(rows: Tensor, timeout: float) -> dist.ProcessGroup:
-    """Make a process group of each row of ranks; return this rank's group. All ranks call this."""
+    """Create a process group per row of ranks; return this rank's group. All ranks call this."""
     group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timedelta(seconds=timeout))
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 class Pipeline(nn.Module):
-    """One stage of a pipeline, and its messages to the stages before and after.
+    """One stage of a pipeline, which communicates with the previous and the next stage.
 
     Args:
-        stage: the layers of this rank, a module from one tensor to one tensor.
-        mesh: from `make_mesh`.
+        stage: layers of this rank, a module with one input and one output tensor.
+        mesh: result of `make_mesh`.
         schedule: gpipe or one_forward_one_backward.
-        micro_batches: M; their sizes differ by at most one sample.
-        timeout: longest wait for a message, in seconds.
+        micro_batches: number M of micro-batches; their sizes differ by at most one sample.
+        timeout: maximum wait for a message, in seconds.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class Pipeline(nn.Module):
         self.sending: dict[Action, tuple[dist.Work, Tensor]] = {}
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Run forward and backward of a batch; add the gradients of its mean loss to `.grad`.
+        """Run the forward and backward of a batch, which add the gradients of its mean loss.
 
         Every rank of the pipeline calls this.
 
         Args:
             images: [B, 3, H, W]; only the first stage reads them.
-            labels: [B]; only the last stage reads more than their number.
+            labels: [B]; only the last stage reads them, but all stages use their number.
 
         Returns:
             The mean loss of the batch on the last stage, 0 on the other stages.
@@ -137,7 +137,7 @@ class Pipeline(nn.Module):
         return self.loss
 
     def execute(self, action: Action) -> None:
-        """Receive what an action needs, compute, and start to send the result."""
+        """Receive the input of an action, compute it, and start sending the result."""
         kind, micro = action
         if kind == "F":
             x = self.images[micro] if self.first else self.receive(len(self.labels[micro]))
@@ -151,16 +151,16 @@ class Pipeline(nn.Module):
             if not self.first:
                 assert x.grad is not None
                 self.send(action, x.grad)
-            # The next stage has received the activations, as their gradient has arrived. Waiting
-            # for an earlier gradient limits the memory of unsent gradients.
+            # The next stage has received the activations, because their gradient has arrived.
+            # Waiting for an earlier gradient limits the memory of unsent gradients.
             self.finish_sending(Action("F", micro), Action("B", micro - 2))
 
     def compute_forward(self, micro: int, x: Tensor) -> Tensor:
         """Return the activations of a micro-batch, or its part of the loss on the last stage."""
         y = self.stage(x)
         if self.last:
-            # Divided by the size of the batch, not of the micro-batch, so that the parts add up to
-            # the mean over the batch, even if micro-batches have different sizes.
+            # Divide by the size of the batch, not of the micro-batch, so that the micro-batches add
+            # up to the mean over the batch, even if they have different sizes.
             y = F.cross_entropy(y.float(), self.labels[micro], reduction="sum") / self.samples
             self.loss += y.detach()
         return y
@@ -208,7 +208,7 @@ class Pipeline(nn.Module):
                 self.sending.pop(action)[0].wait()
 
     def receive(self, samples: int) -> Tensor:
-        """Wait for the activations [samples, ...] of the previous stage."""
+        """Receive the activations [samples, ...] from the previous stage."""
         group, stage = self.activations, self.index - 1
         if not self.announcement:  # shape and type depend on the cuts and the precision
             announcement: list[Any] = [None, None]
@@ -221,7 +221,7 @@ class Pipeline(nn.Module):
         return from_message(message.to(self.device)).requires_grad_(torch.is_grad_enabled())
 
     def receive_gradient(self, y: Tensor) -> Tensor:
-        """Wait for the gradient of activations from the next stage."""
+        """Receive the gradient of the activations `y` from the next stage."""
         message = torch.empty_like(to_message(y.detach()), device=self.message_device)
         dist.recv(message, group=self.gradients, group_src=self.index + 1)
         return from_message(message.to(self.device))

@@ -1,4 +1,4 @@
-"""A ResNet as a row of blocks, cut into the stages of a pipeline."""
+"""Cut a ResNet, a sequence of blocks, into the stages of a pipeline."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
     default, stages have equal numbers of residual blocks.
 
     Raises:
-        UserError: `cuts` are not `stages` - 1 blocks in order, or there are too few blocks.
+        UserError: `cuts` does not name `stages` - 1 blocks in order, or there are too few blocks.
     """
     row = [["conv1", "bn1", "relu", "maxpool"]]
     for layer in ("layer1", "layer2", "layer3", "layer4"):
@@ -48,7 +48,7 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
 
 
 class Stage(nn.Module):
-    """Consecutive modules of the un-split model; parameters keep their names."""
+    """Consecutive modules of the un-split model; the parameters keep their names."""
 
     def __init__(self, model: nn.Module, names: list[str]) -> None:
         super().__init__()

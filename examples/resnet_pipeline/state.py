@@ -1,6 +1,6 @@
 """The state of the un-split model and of its optimizer, by parameter name, gathered on rank 0.
 
-Checkpoints therefore do not depend on the cuts: a run with 2 stages continues with 3 or with 1. The
+Checkpoints therefore do not depend on the cuts: a run with 2 stages can resume with 3 or 1. The
 whole state must fit into the memory of rank 0; `torch.distributed.checkpoint` avoids this.
 """
 
@@ -19,7 +19,7 @@ class WholeModel:
         self.stage, self.pipe = stage, pipe
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on the first stage, {} on later ones. Every rank calls this."""
+        """Return the state on the first stage, {} on later stages. Every rank calls this."""
         return gather(on_cpu(self.stage.state_dict()), self.pipe)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class WholeOptimizer:
         self.names = [name for name, _ in stage.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on the first stage, only the group elsewhere. Every rank calls this."""
+        """Return the state on the first stage, else only the group. Every rank calls this."""
         state, (group,) = self.optimizer.state_dict().values()
         own = {self.names[number]: on_cpu(values) for number, values in state.items()}
         return {"state": gather(own, self.pipe), "group": group | {"params": []}}

@@ -6,8 +6,8 @@
     python -m examples.resnet_pipeline --nproc 2 --schedule gpipe --micro-batches 8
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline
 
-Read two_devices.py first. pipeline.py has the schedules and the messages, stages.py the cuts. Any
-number of stages trains the same model as the un-split ResNet that accumulates gradients over
+Read two_devices.py first. pipeline.py contains the schedules and messages, and stages.py the cuts.
+Any number of stages trains the same model as the un-split ResNet that accumulates gradients over
 micro-batches. With --norm group, it does not depend on micro-batches and replicas either.
 """
 
@@ -37,7 +37,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train one stage of one replica."""
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo
@@ -74,7 +74,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         for pixels, labels in run.steps(train_loader):  # equal on all stages of a replica
             images = normalize(pixels, device, torch.channels_last)  # [B / D, 3, H, W]
             optimizer.zero_grad()
-            with run.autocast:  # around all micro-batches: weights are cast once per step
+            with run.autocast:  # around all micro-batches, to cast weights once per step
                 loss = pipeline.step(images, labels.to(device, non_blocking=True))
             if replicas > 1:
                 averaged = [p.grad for p in stage.parameters() if p.grad is not None]

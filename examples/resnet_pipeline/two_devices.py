@@ -4,8 +4,8 @@
     python -m examples.resnet_pipeline.two_devices --batch-size 120 --split-size 20 --image-size 128
 
 In the naive form, one device waits while the other computes. `PipelineParallelResNet50` splits the
-batch. CUDA calls return before the device has computed, so a plain loop keeps two GPUs busy. On
-CPUs, calls return afterward and nothing overlaps; pipeline.py therefore uses a process per stage.
+batch. CUDA calls return before the device has finished, so a plain loop keeps two GPUs busy. CPU
+calls return only when they have finished; pipeline.py therefore uses a process per stage.
 """
 
 import timeit
@@ -20,7 +20,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 
 
 class ToyModel(nn.Module):
-    """The smallest model on two devices: rows [B, 10] to [B, 5]."""
+    """A minimal model on two devices, from rows [B, 10] to [B, 5]."""
 
     def __init__(self, devices: tuple[str, str]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class ToyModel(nn.Module):
 
 
 class ModelParallelResNet50(ResNet):
-    """ResNet-50 in two halves: one device computes while the other waits."""
+    """ResNet-50 split into two halves: one device computes while the other waits."""
 
     def __init__(self, devices: tuple[str, str]) -> None:
         norm = partial(nn.GroupNorm, 32)  # per sample; BatchNorm would depend on the micro-batches
@@ -70,7 +70,7 @@ class PipelineParallelResNet50(ModelParallelResNet50):
 
 
 def seconds(step: Callable[[], object], devices: tuple[str, str]) -> float:
-    """Return the time of a call until the devices are idle again, the shortest of three."""
+    """Return the time from a call until the devices are idle, the shortest of three calls."""
 
     def synchronized() -> None:
         step()
@@ -81,7 +81,7 @@ def seconds(step: Callable[[], object], devices: tuple[str, str]) -> float:
 
 
 def main(batch_size: int = 24, split_size: int = 6, image_size: int = 64) -> None:
-    """Run the toy, then time each half alone and both forms of ResNet-50."""
+    """Run the toy model, then time each half alone and both forms of ResNet-50."""
     gpus = torch.cuda.device_count()
     devices = ("cuda:0", f"cuda:{min(gpus, 2) - 1}") if gpus else ("cpu", "cpu")
     output, labels = ToyModel(devices)(torch.randn(20, 10)), torch.randn(20, 5).to(devices[1])

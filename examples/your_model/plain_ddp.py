@@ -1,11 +1,11 @@
-"""Data-parallel training in one file of plain torch. Copy it anywhere: it needs nothing else.
+"""Data-parallel training in one file that needs only torch and scikit-learn; copy it anywhere.
 
     python plain_ddp.py                                              # one process
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
     torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # from runs/plain_ddp.pt
 
-Any number of ranks that divides the batch trains the same model, up to rounding. `train.py` trains
-this model too and adds what long runs need: a clean stop, exact resuming, mixed precision, logs.
+Any number of ranks that divides the batch trains the same model, up to rounding. `train.py` also
+trains this model, with a clean stop, exact resuming, mixed precision and logs for long runs.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main() -> None:
     first_epoch = 0
     if (
         args.resume and CHECKPOINT.exists()
-    ):  # every rank reads the file; without DDP's "module." prefix
+    ):  # every rank reads it; the names have no "module." prefix
         saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -101,7 +101,7 @@ def main() -> None:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state | {"epoch": epoch + 1}, f"{CHECKPOINT}.new")
             Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: a kill leaves a complete file
-    dist.barrier()  # if a rank exits while other ranks still communicate, these fail
+    dist.barrier()  # otherwise, ranks that still communicate could fail
     dist.destroy_process_group()
 
 

@@ -50,7 +50,7 @@ def main(args: Args) -> None:
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
-@record  # prints one line per error and job, and sets the exit code
+@record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo
@@ -74,7 +74,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         build_model().to(device),
         device_ids=[device] if cuda else None,
         find_unused_parameters=False,  # True if some steps do not use all parameters
-        gradient_as_bucket_view=True,  # saves a copy of the gradients
+        gradient_as_bucket_view=True,  # avoids a copy of the gradients
     )
     optimizer = AdamW(model.parameters(), args.lr)
     scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
@@ -87,11 +87,11 @@ def main_worker(local_rank: int, args: Args) -> None:
         optimizer=optimizer,
         scheduler=scheduler,
     )
-    warm_up_buckets(model)  # with 3 or more ranks, a resumed run then has the same bits
+    warm_up_buckets(model)  # makes a resumed run on 3 or more ranks bit-identical
 
     for epoch in run.epochs(args.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order
-        model.train()  # a model of from_pretrained is in evaluation mode
+        model.train()  # from_pretrained returns a model in evaluation mode
         for inputs, labels in run.steps(loader):  # [B / W, 30], [B / W]
             inputs, labels = (x.to(device, non_blocking=True) for x in (inputs, labels))
             with run.autocast:

@@ -1,10 +1,10 @@
-"""Draw a Gantt chart of the actions of each stage with GPipe, 1F1B and ZB-H1.
+"""Draw a Gantt chart of each stage's actions with GPipe, 1F1B and ZB-H1.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.timeline
 
 A bar is an action of a stage: forward (F), backward (B), or its halves for the input (I) and the
-weights (W), with the number of the micro-batch. White is the bubble. On a GPU, the host waits for
-the device after each action, so that the clock shows the device's time.
+weights (W), with the number of the micro-batch. White space is the bubble. On a GPU, the host waits
+for the device after each action, so that the times include the work of the device.
 """
 
 import os
@@ -45,7 +45,7 @@ class Args(zero_bubble.Args):
 
 
 def record(pipeline: Pipeline, kind: str, method: str, events: list[Event]) -> None:
-    """Replace a method of a pipeline by one that appends its time to `events`."""
+    """Wrap a method of a pipeline, so that each call appends its times to `events`."""
     compute = getattr(pipeline, method)
 
     def timed(micro: int, *args: Any) -> Any:
@@ -84,7 +84,7 @@ def bubble(events: list[Event]) -> float:
 
 
 def draw(charts: dict[str, list[Event]], path: Path) -> None:
-    """Draw a chart per schedule, on a common scale of milliseconds."""
+    """Draw one chart per schedule, on a common time axis in milliseconds."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots(len(charts), sharex=True, squeeze=False)[:, 0]
     for axis, (name, events) in zip(axes, charts.items(), strict=True):
@@ -101,7 +101,7 @@ def draw(charts: dict[str, list[Event]], path: Path) -> None:
 
 
 def main(args: Args, device: torch.device) -> dict[str, list[Event]]:
-    """Run a step with each schedule, and draw them. Every rank calls this."""
+    """Run a step with each schedule, and draw the timelines. Every rank calls this."""
     charts = {name: run(args, device, name) for name in FORMS}
     if dist.get_rank() == 0:
         draw(charts, args.out)

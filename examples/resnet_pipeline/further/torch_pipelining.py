@@ -1,14 +1,14 @@
-"""Run the same stages with torch.distributed.pipelining, the engine for real work.
+"""Run the same stages with torch.distributed.pipelining, which is made for production.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.torch_pipelining
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.torch_pipelining \
         --schedule zbv
 
-With gpipe and 1f1b, a rank has one stage, and two stages with the other schedules. In interleaved,
-rank p has the stages p and P + p, so that the next rank can start sooner. In zbv
-(https://arxiv.org/abs/2401.10241) rank p has the stages p and 2 P - 1 - p. The last stage is on the
-first rank, so that backward starts where forward ends, and the gradients of the weights fill the
-remaining bubble. With torch 2.11, zbv needs NCCL.
+A rank has one stage with gpipe and 1f1b, and two stages with the other schedules. With interleaved,
+rank p has the stages p and P + p, so that the next rank can start sooner. With zbv
+(https://arxiv.org/abs/2401.10241), rank p has the stages p and 2 P - 1 - p. The first rank then has
+the first and the last stage, so that backward starts where forward ends, and the gradients of the
+weights fill the remaining bubble. With torch 2.11, zbv needs NCCL.
 """
 
 import os
@@ -38,7 +38,7 @@ SCHEDULES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Args:
-    """Train a ResNet for a few steps with a schedule of torch."""
+    """Train a ResNet for a few steps with one of torch's schedules."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
     arch: str = "resnet50"
@@ -49,14 +49,14 @@ class Args:
 
 
 def stage_indices(schedule: str, rank: int, ranks: int) -> list[int]:
-    """Return the numbers of the stages of a rank."""
+    """Return the indices of the stages on a rank."""
     if schedule in ("gpipe", "1f1b"):
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule == "zbv" else ranks + rank]
 
 
 def train(args: Args, device: torch.device) -> list[float]:
-    """Train and print the time of a step; return the losses. Every rank calls this."""
+    """Train, print the time per step, and return the losses. Every rank calls this."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     indices = stage_indices(args.schedule, rank, ranks)
     stages, modules, built = len(indices) * ranks, [], []
@@ -68,8 +68,8 @@ def train(args: Args, device: torch.device) -> list[float]:
         built.append(pipelining.PipelineStage(modules[-1], index, stages, device))
 
     def loss_function(logits: Tensor, labels: Tensor) -> Tensor:
-        # The mean over the GLOBAL batch. The engine's default, the mean of each micro-batch divided
-        # by their number, is equal only if all micro-batches have the same size.
+        # This is the mean over the GLOBAL batch. The engine's default, the mean of the means of all
+        # micro-batches, is equal only if all micro-batches have the same size.
         return F.cross_entropy(logits, labels, reduction="sum") / args.batch_size
 
     several = len(indices) > 1

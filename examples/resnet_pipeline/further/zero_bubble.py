@@ -1,4 +1,4 @@
-"""Fill the bubble of 1F1B with half of the backward: the schedule ZB-H1.
+"""The schedule ZB-H1: fill the bubble of 1F1B with half of each backward.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.zero_bubble
 
@@ -36,7 +36,7 @@ from ..stages import build_stage
 
 
 def zero_bubble_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: 1F1B, with W after I, `stage` micro-batches later."""
+    """Return the actions of a stage: 1F1B, with W delayed by `stage` micro-batches after I."""
     actions = list[Action]()
     for kind, micro in one_forward_one_backward(stage, stages, micro_batches):
         actions.append(Action("F" if kind == "F" else "I", micro))
@@ -54,7 +54,7 @@ class ZeroBubblePipeline(Pipeline):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.micro = 0  # the micro-batch of the action that runs
+        self.micro = 0  # micro-batch of the current action
         # Per micro-batch: layer, input, edge of the output in the graph (after I: its gradient).
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
         layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
@@ -64,7 +64,7 @@ class ZeroBubblePipeline(Pipeline):
         self.norms = [p for p in self.stage.parameters() if p not in later]
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Save a call of a layer. Autocast computed in the type of the output."""
+        """Save a call of a layer, with its input in the output's dtype, which autocast chose."""
         if torch.is_grad_enabled():
             call = layer, inputs[0].detach().to(y.dtype), get_gradient_edge(y)
             self.calls[self.micro].append(call)
@@ -78,7 +78,7 @@ class ZeroBubblePipeline(Pipeline):
             super().execute(action._replace(kind=action.kind.replace("I", "B")))
 
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
-        """Set `x.grad`, and add the gradients of the norms, which autograd computes on the way."""
+        """Set `x.grad`, and add the gradients of the norm layers, which autograd also computes."""
         calls, leaves = self.calls[micro], [*self.norms, *([x] if x.requires_grad else [])]
         gradients = torch.autograd.grad(y, leaves + [edge for *_, edge in calls], gradient)
         for leaf, own in zip(leaves, gradients, strict=False):

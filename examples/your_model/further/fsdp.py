@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 -m examples.your_model.further.fsdp
     torchrun --standalone --nproc-per-node 1 -m examples.your_model.further.fsdp   # same losses
 
-This is plain torch and imports nothing from this repository. Each of W ranks keeps 1/W of every
-parameter, gradient and optimizer state; the full parameters exist for one layer at a time. A run
-continues from the newest checkpoint in --out, with any number of ranks.
+This program uses only torch and imports nothing from this repository. Each of W ranks keeps 1/W of
+every parameter, gradient and optimizer state; the full parameters exist for one layer at a time. A
+run continues from the newest checkpoint in --out, with any number of ranks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-TEXT = torch.tensor(list("".join(topics.values()).encode()))  # Python's reference, as bytes
+TEXT = torch.tensor(list("".join(topics.values()).encode()))  # Python's language reference
 BATCH_SIZE, LENGTH, WIDTH, LAYERS, VOCAB_SIZE = 16, 64, 64, 4, 256  # BATCH_SIZE is global
 
 
@@ -68,7 +68,7 @@ def main(steps: int, folder: Path) -> None:
     if BATCH_SIZE % world_size:  # FSDP averages gradients as if all local batches were equal
         raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} is not divisible by {world_size} ranks")
     mesh = init_device_mesh(device.type, (world_size,))  # also calls torch.cuda.set_device
-    torch.manual_seed(0)  # FSDP broadcasts nothing: equal seeds make equal parameters
+    torch.manual_seed(0)  # equal parameters on all ranks, because FSDP does not broadcast them
 
     # Each block is sharded as soon as it is built, so that no process stores the whole model.
     blocks = nn.ModuleList()

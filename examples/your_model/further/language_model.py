@@ -40,7 +40,7 @@ class Args(template.Args):
 
 # 1. YOUR DATA: a sample is BLOCK_SIZE characters and the next one, as token IDs [T + 1].
 def load_data() -> tuple[TensorDataset, Tensor, int]:
-    """Return samples to train on, every eighth for the test, and the vocabulary size."""
+    """Return the training samples, the test samples (one eighth), and the vocabulary size."""
     text = "".join(topics[name] for name in sorted(topics))[:200_001]
     vocabulary = sorted(set(text))
     token_ids = torch.tensor([vocabulary.index(character) for character in text])
