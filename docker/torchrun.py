@@ -1,9 +1,9 @@
-"""torchrun that exits with the code of the rank that failed first: a container's first process.
+"""Run torchrun in a container, and exit with the exit code of the rank that failed first.
 
     python docker/torchrun.py --nproc-per-node 2 -m examples.imagenet_ddp --resume auto
 
 torchrun exits with 1 after every failure, but a Job's podFailurePolicy needs the exit codes of
-`common/rank.py`. The default is one rank per GPU, or one rank on CPUs.
+`common/rank.py`. By default, this program starts one rank per GPU, or one rank on CPUs.
 """
 
 import logging
@@ -13,15 +13,15 @@ import sys
 from collections.abc import Iterable
 
 LOST = 75
-# Codes of ranks that followed another one: they lost it, or torchrun stopped them afterwards.
+# Exit codes of ranks that failed after another rank: they lost it, or torchrun stopped them.
 CONSEQUENCES = {LOST: 1, 128 + signal.SIGTERM: 2, -signal.SIGTERM: 2}
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun without its tables and tracebacks, so that the last line is a rank's reason."""
-    for signum in (signal.SIGTERM, signal.SIGINT):  # a container's first process would ignore them
+    """Run torchrun without its tables and tracebacks, so that the last line is a rank's error."""
+    for signum in (signal.SIGTERM, signal.SIGINT):  # by default, a container's PID 1 ignores them
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # of this process: no C++ frames
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # no C++ frames from this process
     import torch  # takes seconds
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def exit_code(codes: Iterable[int]) -> int:
-    """Return the code of the cause among ranks that failed together; signal n counts as 128 + n."""
+    """Return the exit code of the rank that caused the failure; signal n counts as 128 + n."""
     code = min(codes, key=lambda code: (CONSEQUENCES.get(code, 0), code))
     if code < 0:
         print(f"error: a rank was killed by {signal.Signals(-code).name}", file=sys.stderr)

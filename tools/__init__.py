@@ -1,1 +1,1 @@
-"""Programs for use with the examples. `common` does not import them."""
+"""Programs to use with the examples. `common` does not import them."""

@@ -5,7 +5,7 @@
     torchrun --nnodes 2 --nproc-per-node 8 --node-rank R --master-addr HOST0 -m tools.doctor
 
 Each finding is one line with a remedy. Rank 0 prints the findings of all ranks. The exit code is 2
-if there is an error, otherwise 0.
+if there is an error, and 0 otherwise.
 """
 
 import os
@@ -64,7 +64,7 @@ def judge(fine: bool, text: str, remedy: str, level: Any = "warning") -> Finding
 
 
 def check_machine(ranks: int) -> Iterator[Finding]:
-    """Check the resources of this machine or container for a number of ranks."""
+    """Check that this machine or container has enough resources for a number of ranks."""
     memory, remedy = free_memory() / GB, "give the container more memory, or start fewer ranks"
     yield judge(memory >= ranks, f"memory: {memory:.1f} GB free", remedy)
     shm = shutil.disk_usage(SHM).free / GB if SHM.is_dir() else 0
@@ -127,7 +127,7 @@ def has_kernels(capability: tuple[int, int], available: Iterable[str]) -> bool:
     """Return True if a build of torch runs on a device.
 
     `sm_86` runs on 8.6 and 8.9. The driver compiles `compute_86` for all later devices. Code with a
-    suffix, such as `sm_90a`, runs only on that device.
+    suffix, such as `sm_90a`, runs only on devices of exactly this capability.
     """
     pattern = re.compile(r"(sm|compute)_(\d+)(\d)(\w?)")
     for kind, major, minor, suffix in pattern.findall(" ".join(available)):
@@ -154,7 +154,7 @@ def versions() -> dict[str, str]:
 
 
 def check_job(device: torch.device, out: Path) -> Iterator[Finding]:
-    """Check versions, clocks, the output folder and all-reduce. Every rank calls this."""
+    """Check the versions, clocks, output folder and all_reduce of a job. Every rank calls this."""
     own, first = versions(), gather(versions())[0]
     yield Finding("ok", ", ".join(f"{name} {value}" for name, value in first.items()))
     if different := [f"{name} {value}" for name, value in own.items() if value != first[name]]:
@@ -236,7 +236,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         raise UserError(f"the ranks cannot connect: {str(error).splitlines()[0]}") from None
     findings += devices
     if not any(finding.level == "error" for found in gather(devices) for finding in found):
-        findings += check_job(device, args.out)  # would hang with a broken device
+        findings += check_job(device, args.out)  # a broken device would make it hang
     everywhere = gather(findings)
     if dist.get_rank() == 0:
         report(everywhere, ranks)

@@ -6,8 +6,8 @@
     torchrun --standalone --nproc-per-node 2 -m your_model
 
 The folder contains the example, the files of `common` that it needs, LICENSE, requirements.txt and
-README.md. The files are copied without changes: an example uses relative imports for its own files,
-and `common` is beside it.
+README.md. The files are copied without changes, because an example imports its own files with
+relative imports, and `common` is next to the example.
 """
 
 import ast
@@ -48,7 +48,7 @@ def modules_of(name: str) -> Iterator[Path]:
 def requirements(names: set[str]) -> list[str]:
     """Return the dependencies of this project that provide the imported names."""
     distributions = packages_distributions()  # sklearn: scikit-learn
-    parts = {part for name in names for part in name.split(".")}  # torch.utils.tensorboard: two
+    parts = {part for name in names for part in name.split(".")}  # also finds tensorboard
     used = {found.lower() for part in parts for found in distributions.get(part, [])}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [line for line in project["dependencies"] if re.split(r"[\[<>=;]", line)[0] in used]
@@ -64,7 +64,7 @@ def eject(example: Positional[Path], target: Positional[Path]) -> None:
     name = example.resolve().name
     shutil.copytree(example, target / name, ignore=shutil.ignore_patterns("__pycache__", "README*"))
     files, names = sorted(example.resolve().rglob("*.py")), set[str]()
-    for file in files:  # the list grows
+    for file in files:  # grows during the loop
         names |= set(imported_names(file))
         files += {module for each in names for module in modules_of(each)}.difference(files)
     (target / "common").mkdir(exist_ok=True)  # it exists if another example was copied there

@@ -4,7 +4,7 @@
     python -m tools.predict FOLDER --weights runs/mnist_ddp_spawn/best.safetensors >predictions.csv
 
 It prints a row `file,prediction,probability` per image. For an image that cannot be decoded, the
-prediction is empty, and a warning is printed. The metadata of the weights contain the model and the
+prediction is empty, and a warning is printed. The metadata of the weights defines the model and its
 classes.
 """
 

@@ -3,8 +3,8 @@
     python -m examples.NAME --profile 20 --out runs/NAME
     python -m tools.profile runs/NAME/profile
 
-Communication that overlaps with computing counts as computing, and loading that overlaps with
-either does not count. Perfetto, TensorBoard and HolisticTraceAnalysis can open the same files.
+Communication that overlaps with computing counts as computing. Data loading that overlaps with
+either is not counted. Perfetto, TensorBoard and HolisticTraceAnalysis can open the same files.
 """
 
 import gzip
@@ -17,10 +17,10 @@ import tyro
 
 
 def breakdown(events: Iterable[Mapping[str, Any]]) -> str:
-    """Return the time per step and its breakdown, as text.
+    """Return the time per step and its breakdown as text.
 
     Args:
-        events: the events of a trace. Computing means kernels of a device, or operators of the host
+        events: the events of a trace. Computing means kernels on a device, or operators on the host
             if there are no kernels.
     """
     spans: dict[str, list[tuple[float, float]]] = {"step": [], "load": [], "send": []}
@@ -63,7 +63,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def main(folder: tyro.conf.Positional[Path]) -> None:
-    """Print one line per rank.
+    """Print the breakdown of each rank on one line.
 
     Args:
         folder: OUT/profile of a run.

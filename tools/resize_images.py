@@ -18,7 +18,7 @@ from common.launch import UserError, one_line_errors
 
 
 def shrink(old: str, new: Path, size: int) -> None:
-    """Write a smaller image, or copy a small one; skip a damaged image with a warning."""
+    """Write a resized image, or copy an image that is small; skip a damaged one with a warning."""
     new.parent.mkdir(parents=True, exist_ok=True)
     unfinished = new.with_name(f".{new.name}")  # loaders skip hidden files
     try:
@@ -32,7 +32,7 @@ def shrink(old: str, new: Path, size: int) -> None:
 
 
 def main(source: Positional[Path], target: Positional[Path], size: int = 256) -> None:
-    """Write smaller images to another folder; existing files are not changed."""
+    """Write smaller images to another folder, without changing existing files."""
     source, target = source.expanduser(), target.expanduser()
     if not source.is_dir():
         raise UserError(f"{source} is not a folder; pass the folder with the images")
