@@ -1,1 +1,1 @@
-"""Measurements of speed, side by side with a peer; results/ has the raw samples."""
+"""Speed measurements, each side by side with a peer; results/ contains the raw samples."""

@@ -1,9 +1,9 @@
-"""Sums over two ranks: the ring, shared memory and compression beside `dist.all_reduce`.
+"""Compare sums over two ranks: ring, shared memory, compression and `dist.all_reduce`.
 
     python -m benchmarks.allreduce
 
-Then a training step of ResNet-18 that exchanges its gradients in these ways, beside DDP. The ranks
-have one core each.
+The program then compares training steps of ResNet-18 that average gradients in these ways with DDP.
+Each rank has one core.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ MEGABYTES = (1, 16, 64)
 
 
 def compare_sums(memory: SharedMemory, megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """Compare ways to sum a tensor of all ranks, in seconds. Every rank calls this."""
+    """Return the seconds of each way to sum a tensor over the ranks. Every rank calls this."""
     message, repeats = torch.zeros_like(memory.own), max(4, 128 // megabytes)
     sums: dict[str, Callable[[], object]] = {
         TORCH: lambda: dist.all_reduce(message),
@@ -42,7 +42,7 @@ def compare_sums(memory: SharedMemory, megabytes: int, rounds: int) -> dict[str,
 
 
 def compare_compression(width: int, rounds: int) -> dict[str, list[float]]:
-    """Compare ways to average a matrix [width, width], in seconds. Every rank calls this."""
+    """Return the seconds of each way to average a matrix [width, width]. Every rank calls this."""
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(width * width)
     averages: dict[str, Any] = {
@@ -56,7 +56,7 @@ def compare_compression(width: int, rounds: int) -> dict[str, list[float]]:
 
 
 def set_gradients(model: nn.Module, flat: Tensor) -> None:
-    """Let the gradients of a model be views of a tensor [n]."""
+    """Make the gradients of a model views of a tensor [n]."""
     parameters = list(model.parameters())
     views = flat.split([parameter.numel() for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
@@ -66,7 +66,7 @@ def set_gradients(model: nn.Module, flat: Tensor) -> None:
 def compare_steps(
     memory: SharedMemory, batch: int, size: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Compare training steps, in seconds. Every rank calls this."""
+    """Return the seconds of each kind of training step. Every rank calls this."""
     images = torch.randn(batch, 3, size, size)
     labels, bf16 = torch.arange(batch), autocast("auto", torch.device("cpu"))
 
@@ -101,7 +101,7 @@ def compare_steps(
 
 
 def measure(args: Measurement) -> Result:
-    """Compare sums of each size, compression and training steps."""
+    """Compare sums of each size, compression methods and training steps."""
     tables, claims = dict[str, Table](), list[Claim]()
     rounds, batch, size, width = args.rounds, 8, 224, 2048
     if args.quick:

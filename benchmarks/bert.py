@@ -1,10 +1,10 @@
-"""Reviews per second of bert_dp beside the naive recipe, and accuracy beside a linear model.
+"""Compare the speed of bert_dp with a naive recipe, and its accuracy with a linear model.
 
     python -m benchmarks.bert
 
-The naive recipe: each batch is padded to 128 tokens and drawn at random, dropout is 0.1, Adam and
-float32 are torch's defaults, and the loss is read in each step. Both train a BERT of the same size
-on the same reviews, with all cores.
+The naive recipe draws batches at random, pads them to 128 tokens, uses dropout 0.1 and torch's
+defaults of Adam and float32, and reads the loss in each step. Both recipes train a BERT of the same
+size on the same reviews, with all cores.
 """
 
 import re
@@ -33,13 +33,13 @@ from examples.bert_dp.train import Classifier
 NAIVE, OURS, LINEAR = "naive recipe", "bert_dp", "linear model"
 SPEED_FLOOR = 3.0
 BATCH, TOKENS = 32, 128
-ACCURACY_FLOOR = 0.85  # of a BERT without pretraining; the linear model reaches 0.90
+ACCURACY_FLOOR = 0.85  # for a BERT without pretraining; the linear model reaches 0.90
 CSV = "chnsenticorp/ChnSentiCorp_htl_all.csv"
 Model = tuple[BertForSequenceClassification, BertTokenizer]
 
 
 def build(texts: list[str], dropout: float) -> Model:
-    """Return a BERT of 4 layers and width 256, with the tokenizer of the example's small one."""
+    """Return a BERT with 4 layers and width 256, and the tokenizer of the example's small BERT."""
     _, tokenizer = small(texts, TOKENS)
     config = BertConfig(
         vocab_size=len(tokenizer),
@@ -55,7 +55,7 @@ def build(texts: list[str], dropout: float) -> Model:
 
 
 def per_second(step: Callable[[Any], object], batches: Iterable[Any], count: int) -> float:
-    """Return the reviews per second of an epoch, from text to new parameters."""
+    """Return the reviews per second in an epoch, including tokenization and updates."""
     began = time.perf_counter()
     for batch in batches:
         step(batch)
@@ -124,7 +124,7 @@ def accuracies(csv: Path, seeds: int, epochs: int) -> dict[str, list[float]]:
 
 
 def measure(args: Measurement) -> Result:
-    """Compare speed, and accuracy without --quick."""
+    """Compare the speed and, without --quick, the accuracy."""
     csv, count, rounds = args.data / CSV, 960, args.rounds
     if args.quick:
         count, rounds = 128, 1
@@ -134,7 +134,7 @@ def measure(args: Measurement) -> Result:
     texts = [reviews.texts[index] for index in data.indices]
     programs = {NAIVE: naive(data, texts), OURS: ours(data, texts)}
     if not args.quick:
-        compare(programs, 1)  # kernels are compiled for each shape
+        compare(programs, 1)  # warm-up: kernels are compiled for each shape
     speeds = compare(programs, rounds, "reviews/s")
     tables = {"Training": Table("reviews/s", speeds)}
     claims = [

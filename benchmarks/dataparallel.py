@@ -1,9 +1,9 @@
-"""A training step on two cores: nn.DataParallel's eight steps and DDP beside one core.
+"""Compare training steps on two cores, with nn.DataParallel's eight steps or DDP, with one core.
 
     python -m benchmarks.dataparallel
 
-On a CPU a device is a core: one replica with one thread, the eight steps by hand with a thread per
-replica, DDP with a process per core. The time of a step is that of the slowest process.
+On a CPU, a device is a core. The program compares one replica with one thread, the eight steps by
+hand with a thread per replica, and DDP with a process per core. The slowest process counts.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from examples.mnist_dataparallel.eight_steps import EightSteps
 
 ONE, EIGHT, DDP = "one replica, one core", "eight steps, two threads", "DDP, two processes"
 BATCHES = (8, 32, 128, 512)
-FASTER = 1.4  # times one core, with the largest batch
+FASTER = 1.4  # minimum speed relative to one core, with the largest batch
 
 
 def make_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
@@ -39,7 +39,7 @@ def make_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], 
 
 
 def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
-    """Compare the three ways with a batch. Every rank calls this; DDP needs both."""
+    """Compare the three ways for a batch size. Both ranks call this, because DDP needs both."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = torch.randn(batch, 1, 28, 28), torch.arange(batch) % 10
     torch.set_num_threads(world_size)  # EightSteps divides them among its threads
@@ -50,7 +50,7 @@ def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
         ONE: make_step(DigitNet(28, 10), images, labels),
         EIGHT: make_step(eight, images, labels),
     }
-    if rank > 0:  # the other core belongs to the threads of rank 0
+    if rank > 0:  # rank 0 uses this core for its second thread
         steps = dict.fromkeys(steps, lambda: None)
     steps[DDP] = make_step(DistributedDataParallel(DigitNet(28, 10)), images[chunk], labels[chunk])
     repeats = max(4, 2048 // batch)
@@ -58,7 +58,7 @@ def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
 
 
 def measure(args: Measurement) -> Result:
-    """Compare the three ways with each batch size."""
+    """Compare the three ways for each batch size."""
     tables, claims = dict[str, Table](), []
     batches = BATCHES[-1:] if args.quick else BATCHES
     for batch in batches:

@@ -1,9 +1,9 @@
-"""Speed and host waits on one GPU, within six minutes and without a network.
+"""Measure speed and host waits on one GPU, within six minutes and without network access.
 
     python -m benchmarks.gpu
 
-The examples whose steps must not wait for the device are run first; then MNIST to 99%, BERT-base on
-random tokens, and ResNet-50 on random pixels, which is stored on the host like real images.
+The program first runs the examples, whose steps must not wait for the device. It then trains MNIST
+to 99%, BERT-base on random tokens, and ResNet-50 on random pixels, which are in host memory.
 """
 
 import re
@@ -24,13 +24,13 @@ from common.precision import autocast
 from examples.bert_dp.train import Classifier
 
 EXAMPLES = sorted(path.parent.name for path in Path("examples").glob("*/train.py"))
-EPOCHS = {"gan_ddp": 3, "resnet_pipeline": 1, "imagenet_ddp": 1}  # the others train 2
-MNIST_LIMIT = 9.0  # seconds from the command
+EPOCHS = {"gan_ddp": 3, "resnet_pipeline": 1, "imagenet_ddp": 1}  # default: 2
+MNIST_LIMIT = 9.0  # seconds from the start of the command
 BERT_FLOORS = {32: 1500.0, 256: 2600.0}  # sequences of 128 tokens per second, by batch size
 
 
 def host_waits(example: str) -> float:
-    """Return how often the host waits per step of an example."""
+    """Run an example, and return the average number of host waits per step."""
     flags = ("--epochs", EPOCHS.get(example, 2), "--log-every", 0, "--device", "cuda")
     with tempfile.TemporaryDirectory() as out:
         words = ("python", "-m", "benchmarks.host_waits", example, *flags, "--out", out)
@@ -62,7 +62,7 @@ def bert(batch: int) -> Callable[[], float]:
 
 
 def measure(args: Measurement) -> Result:
-    """Measure host waits, then speed; ResNet-50 once, because it compiles for a minute."""
+    """Measure host waits, then speed; run ResNet-50 once, because it compiles for a minute."""
     tables, claims = dict[str, Table](), list[Claim]()
     waits = {example: [host_waits(example)] for example in EXAMPLES}
     tables["Host waits per step"] = Table("waits", waits)
@@ -71,7 +71,7 @@ def measure(args: Measurement) -> Result:
         with tempfile.TemporaryDirectory() as temporary:
             shutil.copytree(args.data / "mnist", Path(temporary, "data"))
             program = partial(mnist.ours, 1, Path(temporary, "data"), 0.99, "cuda")
-            program()  # unpacks, compiles bytecode and fills the file cache
+            program()  # warm-up: unpacks, compiles bytecode, fills the file cache
             seconds = compare({"mnist_ddp_spawn": program}, 1 if args.quick else args.rounds)
         tables["MNIST to 99%"] = Table("s", seconds)
         value = harness.medians(seconds)["mnist_ddp_spawn"]

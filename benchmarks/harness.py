@@ -1,7 +1,7 @@
-"""Compare programs: each runs once per round, in an order that changes with the round.
+"""Compare programs, which run once per round in an order that changes with each round.
 
-A change of the machine's load then affects all programs. Results keep every sample, the facts of
-the machine, and the claims that follow, each with its bound.
+A change in the machine's load therefore affects all programs. A result contains every sample, a
+description of the machine, and claims with their bounds.
 """
 
 import importlib.metadata
@@ -39,21 +39,21 @@ class Measurement:
     rounds: int = 3
     """Samples of each program."""
     quick: bool = False
-    """One round with small sizes, to see that the benchmark works; nothing is saved."""
+    """Run one round with small sizes, to check that the benchmark works; save nothing."""
     data: Path = Path(os.environ.get("DDP_TEST_DATA", "../shared/data"))
-    """Folder with mnist, imagenet_superclass, imagenette224_subset, chnsenticorp, ..."""
+    """Folder that contains mnist, imagenet_superclass, imagenette224_subset, chnsenticorp, ..."""
     peer: Path | None = None
     """Checkout of https://github.com/pytorch/examples; without it, no peer is measured."""
 
     @property
     def suffix(self) -> str:
-        """Appended to the name of the result."""
+        """Suffix of the result's file name."""
         return ""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement with a number, and the bound beyond which it does not hold."""
+    """A statement about a measured value, and the bound that the value must satisfy."""
 
     text: str
     value: float
@@ -63,7 +63,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """True if the value keeps to the bound."""
+        """True if the value satisfies the bound."""
         return self.value <= self.bound if self.at_most else self.value >= self.bound
 
 
@@ -80,8 +80,8 @@ class Result:
     """The measurements of a benchmark.
 
     Attributes:
-        inputs: data and sizes, by name.
-        tables: by title.
+        inputs: data and sizes by name.
+        tables: samples by the title of their table.
         claims: statements about the tables.
         curves: losses per step by name, for a chart.
     """
@@ -98,9 +98,9 @@ def main(
     """Run a benchmark from the command line, and save its result as results/NAME.json.
 
     Args:
-        name: of the benchmark.
-        measure: measures, given the flags.
-        flags: more flags than those of all benchmarks.
+        name: name of the benchmark.
+        measure: function that runs the benchmark with the given flags.
+        flags: dataclass with additional flags of this benchmark.
     """
     args = tyro.cli(flags or Measurement, prog=f"python -m benchmarks.{name}")
     about = facts()
@@ -114,7 +114,7 @@ def main(
         print(f"{title}, {table['unit']}: {shown}")
     for claim in result.claims:
         verdict = "holds" if claim.holds else "DOES NOT HOLD"
-        verdict = "not judged" if args.quick else verdict  # the sizes are small
+        verdict = "not judged" if args.quick else verdict  # small sizes
         limit = "at most" if claim.at_most else "at least"
         print(f"{claim.text}: {claim.value:.3g} {claim.unit} ({limit} {claim.bound:g}): {verdict}")
     if not args.quick:
@@ -127,7 +127,7 @@ def main(
 
 
 def facts() -> dict[str, Any]:
-    """Return date, revision, machine and versions."""
+    """Return the date, the revision, a description of the machine, and package versions."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -136,7 +136,7 @@ def facts() -> dict[str, Any]:
         ),
         platform.processor(),
     )
-    revision = "unknown"  # without git
+    revision = "unknown"  # if git is not available
     with suppress(OSError, subprocess.CalledProcessError):
         words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
         revision = subprocess.check_output(words, text=True).strip()
@@ -161,12 +161,12 @@ def facts() -> dict[str, Any]:
 def compare(
     programs: Mapping[str, Callable[[], float]], rounds: int, unit: str = "s"
 ) -> dict[str, list[float]]:
-    """Measure all programs in turn; return the samples of each. All ranks call this together.
+    """Run all programs in turn, and return the samples of each. Every rank calls this.
 
     Args:
-        programs: by name; each measures its program once.
-        rounds: samples of each program.
-        unit: of a sample.
+        programs: functions by name; each runs a program once and returns a sample.
+        rounds: number of samples of each program.
+        unit: unit of the samples, for printing.
     """
     samples: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(rounds):
@@ -181,7 +181,7 @@ def compare(
 
 
 def timed(step: Callable[[], object], repeats: int = 1, warm_up: int = 1) -> float:
-    """Return the seconds of a step, those of the slowest rank. All ranks call this together."""
+    """Return the mean seconds per step on the slowest rank. Every rank calls this."""
     for _ in range(warm_up):
         step()
     if dist.is_initialized():
@@ -215,12 +215,12 @@ def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> float:
-    """Return the median over the rounds of one program's sample divided by another's."""
+    """Return the median ratio of two programs' samples over the rounds."""
     return median(a / b for a, b in zip(samples[over], samples[under], strict=True))
 
 
 def lines(command: Sequence[object], cwd: Path = ROOT, **env: str) -> Generator[tuple[float, str]]:
-    """Yield the output of a program, with the seconds since its start; kill it when closed."""
+    """Yield the output lines of a program and the seconds since its start; kill it on close."""
     words = [sys.executable if word == "python" else str(word) for word in command]
     began = time.perf_counter()
     process = subprocess.Popen(

@@ -3,8 +3,8 @@
     python -m benchmarks.host_waits gan_ddp --epochs 2
 
 A wait empties the queue of the device, which is then idle until the host has prepared more work.
-torch knows most of the calls that wait; it does not know those of collectives. The first steps of
-an epoch are not counted.
+torch detects most calls that wait, but not waits in collectives. The first steps of an epoch are
+not counted.
 """
 
 import os
@@ -19,19 +19,19 @@ import torch
 
 from common.run import Run
 
-FIRST = 2  # steps of an epoch that are not counted
+FIRST = 2  # number of steps at the start of an epoch that are not counted
 places, steps = Counter[str](), 0
 original_steps, original_finish = Run.steps, Run.finish
 
 
 def count(message: Warning | str, _: type[Warning], file: str, line: int, *__: Any) -> None:
-    """Count the warning of a wait by its place."""
+    """Count a warning about a wait by its source line."""
     if "synchronizing CUDA operation" in str(message):
         places[f"{os.path.relpath(file)}:{line}"] += 1
 
 
 def watched_steps(run: Run, loader: Any) -> Iterator[Any]:
-    """Yield the batches of an epoch, and let torch warn of waits."""
+    """Yield the batches of an epoch, and make torch warn about waits."""
     global steps
     for number, batch in enumerate(original_steps(run, loader)):
         if number >= FIRST:
@@ -42,7 +42,7 @@ def watched_steps(run: Run, loader: Any) -> Iterator[Any]:
 
 
 def finish(run: Run, model: Any, **facts: Any) -> None:
-    """Print the result at the end of a run."""
+    """Finish a run, and print the number of host waits."""
     original_finish(run, model, **facts)
     print(f"host waits: {places.total()} in {steps} steps")
     for place, waits in places.most_common():

@@ -1,11 +1,11 @@
-"""Images per second of imagenet_ddp beside the recipe of pytorch/examples: input and training.
+"""Compare input and training of imagenet_ddp with pytorch/examples, in images per second.
 
     python -m benchmarks.imagenet
     python -m benchmarks.imagenet --device cuda      # ResNet-50, training only
 
-The recipe: Pillow, RandomResizedCrop, RandomHorizontalFlip, ToTensor and Normalize for each image;
-float32, torch's default memory format and kernels, and the loss is read in each step. Input runs on
-one core. Training needs no files on either side: the same random images come again.
+The recipe of pytorch/examples uses Pillow, RandomResizedCrop, RandomHorizontalFlip, ToTensor and
+Normalize. It trains in float32 with torch's default memory format and kernels, and reads the loss
+in each step. Input runs on one core. Both programs train on the same random images in each step.
 """
 
 import re
@@ -42,11 +42,11 @@ class Args(Measurement):
     """The flags of this benchmark."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the training."""
+    """Device to train on."""
 
     @property
     def suffix(self) -> str:
-        """Appended to the name of the result."""
+        """Suffix of the result's file name."""
         return "_cuda" if self.device == "cuda" else ""
 
 
@@ -64,7 +64,7 @@ def copy_images(source: Path, target: Path, count: int) -> int:
 
 
 def per_second(images: Iterable[Tensor], finish: Callable[[Tensor], object], count: int) -> float:
-    """Return the images per second of a pass, in batches of 32."""
+    """Return the images per second of processor time when reading images in batches of 32."""
     began, batch = time.process_time(), list[Tensor]()
     for image in images:
         batch.append(image)
@@ -75,7 +75,7 @@ def per_second(images: Iterable[Tensor], finish: Callable[[Tensor], object], cou
 
 
 def compare_input(full: Path, resized: Path, count: int, rounds: int) -> dict[str, list[float]]:
-    """Compare ways to read the images, in images per second of processor time."""
+    """Return the images per second of processor time for each way to read them."""
     recipe = datasets.ImageFolder(
         str(full),
         transforms.Compose(
@@ -99,12 +99,12 @@ def compare_input(full: Path, resized: Path, count: int, rounds: int) -> dict[st
         FLOATS: lambda: per_second(all_of(ours, True), to_floats, count),
         RESIZED: lambda: per_second(all_of(small, True), len, count),
     }
-    programs[RECIPE]()  # fills the file cache
+    programs[RECIPE]()  # warm-up: fills the file cache
     return compare(programs, rounds, "images/s")
 
 
 def train_recipe(arch: str, batch: int, steps: int, device: torch.device) -> float:
-    """Return the images per second of the plain recipe, after two steps."""
+    """Return the images per second of the recipe, without its first two steps."""
     model = models.get_model(arch).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
@@ -123,8 +123,8 @@ def train_recipe(arch: str, batch: int, steps: int, device: torch.device) -> flo
 def train_ours(
     arch: str, batch: int, steps: int, device: torch.device, *more: object, every: int = 1
 ) -> float:
-    """Return the images per second of imagenet_ddp, from two lines with a loss on."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:  # ended while it trains
+    """Return the images per second of imagenet_ddp, without its first steps."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:  # killed while training
         words = ("python", "-m", "examples.imagenet_ddp", "--dummy", "-a", arch, "-b", batch)
         words += ("--print-freq", every, "--device", device.type, "--out", out, *more)
         first: tuple[int, float] | None = None
@@ -139,7 +139,7 @@ def train_ours(
 
 
 def training_programs(kind: str, quick: bool) -> tuple[str, int, dict[str, Callable[[], float]]]:
-    """Return the model, the batch size and the programs for a device."""
+    """Return the model name, the batch size and the programs for a device."""
     arch, batch, steps, device = "resnet18", 32, 6, torch.device(kind)
     programs: dict[str, Callable[[], float]] = {}
     if kind == "cuda":
@@ -166,7 +166,7 @@ def measure_input(args: Args) -> tuple[int, dict[str, list[float]]]:
 
 
 def measure(args: Args) -> Result:
-    """Compare input and training with the recipe."""
+    """Compare input and training of imagenet_ddp with the recipe."""
     rounds, tables, claims = 1 if args.quick else args.rounds, dict[str, Table](), list[Claim]()
     arch, batch, programs = training_programs(args.device, args.quick)
     inputs: dict[str, Any] = {"model": arch, "batch": batch, "pixels": "224x224"}

@@ -1,4 +1,4 @@
-"""Seconds from the command to 99% test accuracy on MNIST, beside pytorch/examples.
+"""Compare the seconds from the command to 99% accuracy on MNIST with pytorch/examples.
 
     python -m benchmarks.mnist --peer ../pytorch-examples
 
@@ -21,7 +21,7 @@ FLOORS = {"1 process": 30.0, "2 processes": 24.0}
 
 
 def ours(nproc: int, data: Path, target: float, device: str = "cpu") -> float:
-    """Return the seconds of mnist_ddp_spawn."""
+    """Return the seconds that mnist_ddp_spawn needs to reach the target accuracy."""
     with tempfile.TemporaryDirectory() as out:
         words = ("python", "-m", "examples.mnist_ddp_spawn", *RECIPE, "--nproc", nproc)
         words += ("--device", device, "--data-dir", data, "--out", out)
@@ -34,7 +34,7 @@ def ours(nproc: int, data: Path, target: float, device: str = "cpu") -> float:
 
 
 def peer(folder: Path, target: float) -> float:
-    """Return the seconds of pytorch/examples."""
+    """Return the seconds that pytorch/examples needs to reach the target accuracy."""
     with closing(lines(("python", "-u", "main.py"), folder)) as output:
         for seconds, line in output:
             accuracy = re.search(r"Test set: .*Accuracy: (\d+)/(\d+)", line)
@@ -48,13 +48,13 @@ def measure(args: Measurement) -> Result:
     target = 0.9 if args.quick else 0.99
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary, "data")
-        shutil.copytree(args.data / "mnist", data)  # torchvision unpacks beside the files
+        shutil.copytree(args.data / "mnist", data)  # torchvision unpacks files in this folder
         programs = {
             "1 process": partial(ours, 1, data, target),
             "2 processes": partial(ours, 2, data, target),
         }
         if not args.quick:
-            programs["1 process"]()  # unpacks, compiles bytecode and fills the file cache
+            programs["1 process"]()  # warm-up: unpacks, compiles bytecode, fills the file cache
         if args.peer:
             folder = Path(temporary, "mnist")
             shutil.copytree(args.peer / "mnist", folder)

@@ -1,10 +1,10 @@
-"""A training step of ResNet-50 in two stages, one core each, beside one core without stages.
+"""Compare a training step of ResNet-50 in two stages, with one core each, with a single core.
 
     python -m benchmarks.pipeline
 
-The schedules by hand (GPipe, 1F1B, ZB-H1) and those of torch.distributed.pipelining, in bfloat16
-if the processor computes it. The model without stages runs on one core while the other is idle; the
-faster of whole batch and micro-batches is the baseline. Also the activations that a stage keeps.
+The program times the example's schedules and those of torch.distributed.pipelining, in bfloat16 if
+the processor supports it. The baseline is the un-split model on one core, with the whole batch or
+with micro-batches, whichever is faster. Also measured are the activations that a stage keeps.
 """
 
 import os
@@ -29,19 +29,19 @@ from examples.resnet_pipeline.pipeline import Pipeline, make_mesh
 from examples.resnet_pipeline.stages import build_stage
 
 STAGES, MICRO_BATCHES = 2, 4
-CUTS = {"resnet50": ("layer2.3",), "resnet18": ()}  # the stages need about the same time
+CUTS = {"resnet50": ("layer2.3",), "resnet18": ()}  # so that the stages need about the same time
 TORCH_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 WHOLE, SPLIT = "one core, whole batch", "one core, micro-batches"
 FLOORS = {"1F1B": 1.55}
-MEMORY = 0.35  # 2 of 8 micro-batches
+MEMORY = 0.35  # maximum for 1F1B relative to GPipe, which keeps 8 micro-batches instead of 2
 BF16 = autocast("auto", torch.device("cpu"))
 Step = Callable[[], object]
 
 
 class ChannelsLast(nn.Module):
-    """A stage for torch's engine, which sends contiguous tensors only: [B, H, W, C] outside.
+    """A stage with inputs and outputs [B, H, W, C], because torch sends only contiguous tensors.
 
-    Messages are bfloat16, like those of the pipeline by hand.
+    Messages are bfloat16, like the messages of the example's pipeline.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -49,13 +49,13 @@ class ChannelsLast(nn.Module):
         self.stage = stage
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute a stage."""
+        """Return the outputs of the stage: activations [B, H, W, C], or logits."""
         y = self.stage(x.float().permute(0, 3, 1, 2))
         return y.permute(0, 2, 3, 1).contiguous().to(torch.bfloat16) if y.dim() == 4 else y
 
 
 def optimized(modules: list[nn.Module], forward_backward: Step) -> Step:
-    """Return a training step."""
+    """Return a training step: zero the gradients, call a function, and update parameters."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = torch.optim.SGD(parameters, 1e-3, fused=True)
 
@@ -69,7 +69,7 @@ def optimized(modules: list[nn.Module], forward_backward: Step) -> Step:
 
 
 def alone(arch: str, micro_batches: int, images: Tensor, labels: Tensor) -> Step:
-    """Return a step of the model without stages on rank 0; the other rank waits."""
+    """Return a step of the un-split model on rank 0; the other rank does nothing."""
     if dist.get_rank() > 0:
         return lambda: None
     model = build_stage(arch, 10, "batch", 1, 0)
@@ -84,7 +84,7 @@ def alone(arch: str, micro_batches: int, images: Tensor, labels: Tensor) -> Step
 
 
 def by_hand(name: str, arch: str, micro_batches: int) -> Pipeline:
-    """Return a stage with a schedule of the example. Every rank calls this."""
+    """Return a pipeline with one of the example's schedules. Every rank calls this."""
     form, schedule = FORMS[name]
     mesh = make_mesh("cpu", STAGES, 120.0)
     stage = build_stage(arch, 10, "batch", STAGES, mesh.get_local_rank("pp"), CUTS[arch])
@@ -92,7 +92,7 @@ def by_hand(name: str, arch: str, micro_batches: int) -> Pipeline:
 
 
 def by_torch(name: str, arch: str, images: Tensor, labels: Tensor) -> Step:
-    """Return a step with a schedule of torch. Every rank calls this."""
+    """Return a step with one of torch's schedules. Every rank calls this."""
     indices = stage_indices(name, dist.get_rank(), STAGES)
     count = len(indices) * STAGES
     cuts = CUTS[arch] if count == STAGES else ()
@@ -119,7 +119,7 @@ def by_torch(name: str, arch: str, images: Tensor, labels: Tensor) -> Step:
 
 
 def make_batch(batch: int, size: int) -> tuple[Tensor, Tensor]:
-    """Bind this rank to a core; return images and labels."""
+    """Bind this rank to a core, and return random images and labels."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def make_batch(batch: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def compare_schedules(arch: str, batch: int, size: int, rounds: int) -> dict[str, list[float]]:
-    """Compare all schedules and one core, in seconds. Every rank calls this."""
+    """Return the seconds per step of all schedules and of one core. Every rank calls this."""
     images, labels = make_batch(batch, size)
     steps = {
         WHOLE: alone(arch, 1, images, labels),
@@ -143,7 +143,7 @@ def compare_schedules(arch: str, batch: int, size: int, rounds: int) -> dict[str
 
 
 def kept_megabytes(step: Step, parameters: Iterable[Tensor]) -> float:
-    """Return the largest memory that autograd keeps during a step, in MiB, without parameters."""
+    """Return the peak memory that autograd saves during a step, without parameters, in MiB."""
     users, now, most = Counter(p.untyped_storage().data_ptr() for p in parameters), 0, 0
 
     class Saved:
@@ -168,7 +168,7 @@ def kept_megabytes(step: Step, parameters: Iterable[Tensor]) -> float:
 
 
 def compare_memory(arch: str, batch: int, size: int) -> dict[str, list[float]]:
-    """Return the activations that each stage keeps in float32, in MiB. Every rank calls this."""
+    """Return the memory of the activations that each stage keeps, in MiB. Every rank calls this."""
     images, labels = make_batch(batch, size)
     found = {}
     for name in ("GPipe", "1F1B"):
@@ -181,7 +181,7 @@ def compare_memory(arch: str, batch: int, size: int) -> dict[str, list[float]]:
 
 
 def measure(args: Measurement) -> Result:
-    """Compare all schedules with one core, and the memory of two."""
+    """Compare all schedules with one core, and the memory of GPipe and 1F1B."""
     arch, batch, size, rounds = "resnet50", 32, 224, args.rounds
     if args.quick:
         arch, batch, size, rounds = "resnet18", 8, 64, 1

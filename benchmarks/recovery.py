@@ -1,10 +1,10 @@
-"""The same training after random kills: loss curves, parameter hashes, seconds.
+"""Check that a training with random kills has the same losses and parameters as without.
 
     python -m benchmarks.recovery
 
-A training of 2 ranks is disturbed again and again at random moments: a rank is killed, all of its
-processes are killed, or it receives SIGTERM. Then it is started again with `--resume auto`. Losses
-and parameters must have the same bits as without a disturbance. With one rank they are equal up to
+A training on 2 ranks is disturbed several times at random moments: a rank is killed, all processes
+are killed, or the run receives SIGTERM. It is then restarted with `--resume auto`. Losses and
+parameters must be bit-identical to a run without disturbances. With one rank, they are equal up to
 rounding.
 """
 
@@ -25,25 +25,25 @@ from benchmarks.harness import Claim, Measurement, Result, Table
 
 RANKS = 2
 WORDS = ("--device", "cpu", "--precision", "fp32", "--checkpoint-every", 5)
-LONGEST = 2.0  # seconds from the first line of a run to its disturbance
+LONGEST = 2.0  # maximum seconds from the first line of a run to its disturbance
 DIFFERENCE = 1e-3
 
 
 def command(out: Path, ranks: int, epochs: int) -> list[str]:
-    """Return the command of a training."""
+    """Return the command that starts a training."""
     words = ("-m", "examples.mnist_ddp_spawn", "--nproc", ranks, "--epochs", epochs, "--out", out)
     return [sys.executable, *map(str, (*words, *WORDS))]
 
 
 def outcome(out: Path) -> tuple[str, list[float]]:
-    """Return parameter hash and losses of a finished training."""
+    """Return the parameter hash and the losses of a finished training."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss/train"] for line in lines if "loss/train" in line]
     return json.loads((out / "result.json").read_text())["parameter_hash"], losses
 
 
 def disturb(process: subprocess.Popen[str], out: Path, choice: random.Random) -> str:
-    """Kill a rank or all processes of a run, or send SIGTERM; return which."""
+    """Kill a rank or all processes of a run, or send SIGTERM; return the kind of disturbance."""
     kind = choice.choice(("SIGKILL of a rank", "SIGKILL of all processes", "SIGTERM"))
     if kind == "SIGTERM":
         process.terminate()
@@ -52,13 +52,13 @@ def disturb(process: subprocess.Popen[str], out: Path, choice: random.Random) ->
     else:
         with suppress(ProcessLookupError):
             ranks = [int(line.split()[-1]) for line in (out / "lock").read_text().splitlines()]
-            own = [rank for rank in ranks if os.getsid(rank) == process.pid]  # not of a run before
+            own = [rank for rank in ranks if os.getsid(rank) == process.pid]  # no earlier run
             os.kill(choice.choice(own or [process.pid]), signal.SIGKILL)
     return kind
 
 
 def disturbed(out: Path, epochs: int, kills: int, choice: random.Random) -> Counter[str]:
-    """Train to the end with disturbances; return how many there were of each kind."""
+    """Train to the end with disturbances, and return the number of each kind."""
     kinds = Counter[str]()
     while not (out / "result.json").exists():
         with subprocess.Popen(
@@ -74,12 +74,12 @@ def disturbed(out: Path, epochs: int, kills: int, choice: random.Random) -> Coun
                 if "rank(s) on" in line and kinds.total() < kills:
                     time.sleep(choice.uniform(0, LONGEST))
                     kinds[disturb(process, out, choice)] += 1
-            # The output is closed: no process of this run is left.
+            # The output is closed, so all processes of this run have exited.
     return kinds
 
 
 def measure(args: Measurement) -> Result:
-    """Train undisturbed with 1 and 2 ranks, then several times with disturbances."""
+    """Train with 1 and 2 ranks without disturbances, then several times with disturbances."""
     epochs, kills, rounds = (10, 2, 1) if args.quick else (60, 6, args.rounds)
     kinds, seconds, equal = Counter[str](), dict[str, list[float]](), 0
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,4 @@
-"""Write benchmarks/README.md, and the charts, from the result files.
+"""Write benchmarks/README.md and its charts from the result files.
 
 python -m benchmarks.report
 """
@@ -37,13 +37,13 @@ were deleted. [Scale](../docs/en/scale.md) and [Faults](../docs/en/faults.md) qu
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """Return the results of this version by name."""
+    """Return the results of the current version by name."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     return {name: result for name, result in found.items() if "tables" in result}
 
 
 def claims(results: dict[str, dict[str, Any]]) -> str:
-    """Return the table of all claims."""
+    """Return a Markdown table of all claims."""
     rows = [
         "| claim | measured | required | holds | result, revision, day |",
         "|---|---|---|---|---|",
@@ -59,7 +59,7 @@ def claims(results: dict[str, dict[str, Any]]) -> str:
 
 
 def section(name: str, result: dict[str, Any]) -> str:
-    """Return the inputs, the machine and the medians of a benchmark."""
+    """Return the section of a benchmark: its inputs, the machine and the medians."""
     machine, versions = result["machine"], result["versions"]
     inputs = "; ".join(f"{key}: {value}" for key, value in result["inputs"].items())
     facts = [
@@ -78,7 +78,7 @@ def section(name: str, result: dict[str, Any]) -> str:
 
 
 def draw_tables(tables: dict[str, Any], path: Path) -> None:
-    """Draw a chart per table: medians as bars, samples as dots."""
+    """Draw one chart per table, with medians as bars and samples as dots."""
     rows = [len(table["medians"]) for table in tables.values()]
     figure = Figure((7.5, 0.4 * sum(rows) + 0.9 * len(rows)), dpi=110, layout="constrained")
     grid = figure.subplots(len(rows), squeeze=False, height_ratios=[n + 1 for n in rows])
@@ -95,7 +95,7 @@ def draw_tables(tables: dict[str, Any], path: Path) -> None:
 
 
 def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
-    """Draw losses over steps; later lines are thinner, so that equal ones are visible."""
+    """Plot losses over steps; later lines are thinner, so that equal lines remain visible."""
     figure = Figure((7.5, 3.2), dpi=110, layout="constrained")
     axes = figure.subplots()
     colors = ("#f0b84b", "#0b5cad", "black")
@@ -109,7 +109,7 @@ def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """Return the page: the claims, then each benchmark."""
+    """Return the page, which contains the claims and a section per benchmark."""
     sections = "".join(section(name, result) for name, result in results.items())
     return f"{HEAD}\n## Claims\n\n{claims(results)}{sections}"
 
@@ -119,5 +119,5 @@ if __name__ == "__main__":
     (RESULTS.parent / "README.md").write_text(page(results))
     for name, result in results.items():
         draw_tables(result["tables"], RESULTS / f"{name}.png")
-        if "curves" in result:  # on the first page
+        if "curves" in result:  # shown in the main README
             draw_curves(result["curves"], RESULTS / "same_training.png")

@@ -1,10 +1,10 @@
-"""Costs that grow with the job: start, rendezvous, what `Run` adds to a step, large checkpoints.
+"""Measure costs that grow with the job: startup, rendezvous, `Run` in a step, and checkpoints.
 
     python -m benchmarks.scale
 
-The ranks are processes of this machine. They meet at a TCP port, as under torchrun; that time
-begins when the last of them has started. `Run` is compared with the loop alone in the same
-processes, in processor time of all threads, in steps of 5 ms.
+All ranks run on this machine. They join via a TCP port, like under torchrun; this time begins when
+the last rank has started. A loop with `Run` is compared with the loop alone in the same processes,
+in processor time of all threads, with steps of 5 ms.
 """
 
 import os
@@ -29,15 +29,15 @@ from common.launch import Place, RunArgs
 from common.rendezvous import wait_for_ranks
 from common.run import Run
 
-STEP = 0.005  # seconds
-LIMITS = {2: 2.0, 8: 4.0}  # percent of a step that `Run` may add, by the number of ranks
+STEP = 0.005  # seconds of processor time
+LIMITS = {2: 2.0, 8: 4.0}  # percent of a step that `Run` may add, by number of ranks
 ALONE, OURS = "loop alone", "with Run"
-RENDEZVOUS = 5.0  # seconds for 64 ranks
-CHECKPOINT = 1.5  # times a write of the same bytes
+RENDEZVOUS = 5.0  # maximum seconds for 64 ranks
+CHECKPOINT = 1.5  # maximum time relative to writing as many bytes
 
 
 def start(ranks: int) -> float:
-    """Return the seconds of a run of 11 steps from the command."""
+    """Return the seconds from the command to the end of a run with 11 steps."""
     with tempfile.TemporaryDirectory() as out:
         words = ("--nproc", ranks, "--epochs", 1, "--device", "cpu", "--out", out)
         began = time.perf_counter()
@@ -46,19 +46,19 @@ def start(ranks: int) -> float:
 
 
 def join(rank: int, ranks: int, port: int, ready: Barrier, result: Connection) -> None:
-    """Join the rendezvous as a rank, and send the seconds that it took."""
-    # torch looks up the host name of each connection; a name server that does not answer costs 5 s.
+    """Join the rendezvous as one rank, and send the seconds that joining took."""
+    # torch looks up the host name of each connection, and an unreachable name server costs 5 s.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     here = Place(rank, rank, ranks, ranks, f"tcp://127.0.0.1:{port}")
     ready.wait()
     began = time.perf_counter()
     wait_for_ranks(here, 120.0)
     result.send(time.perf_counter() - began)
-    ready.wait()  # rank 0 hosts the store
+    ready.wait()  # wait for all ranks, because rank 0 hosts the store
 
 
 def rendezvous(ranks: int) -> float:
-    """Return the seconds in which the ranks find each other."""
+    """Return the seconds that the rendezvous of all ranks takes."""
     context = mp.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     ready = context.Barrier(ranks)
@@ -75,7 +75,7 @@ def rendezvous(ranks: int) -> float:
 
 
 class Batches:
-    """A loader that costs next to nothing."""
+    """A loader that takes almost no time."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -88,11 +88,11 @@ class Batches:
 
 
 def added_time(batches: Iterable[int], steps: int, log: Callable[[Tensor], object]) -> float:
-    """Return milliseconds per step beyond `STEP`, of the slowest rank. Every rank calls this."""
+    """Return the slowest rank's milliseconds per step beyond `STEP`. Every rank calls this."""
     loss, model, inputs = torch.tensor(1.0), nn.Linear(64, 64), torch.randn(16, 64)
     skipped, began, computed = steps // 4, 0.0, 0.0
     for number, _ in enumerate(batches):
-        if number == skipped:  # by now `Run` knows how often to exchange signals
+        if number == skipped:  # `Run` has chosen how often to exchange signals
             began, computed = time.process_time(), 0.0
         start = time.thread_time()
         while time.thread_time() - start < STEP:
@@ -105,7 +105,7 @@ def added_time(batches: Iterable[int], steps: int, log: Callable[[Tensor], objec
 
 
 def compare_loops(out: Path, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Compare a loop alone with `Run`, in milliseconds per step. Every rank calls this."""
+    """Return the milliseconds per step of a loop alone and with `Run`. Every rank calls this."""
     batch_size = dist.get_world_size()
     args = RunArgs(device="cpu", batch_size=batch_size, checkpoint_every=1 << 40, out=out)
     run = Run(args, torch.device("cpu"), "no data", model=nn.Linear(1, 1))
@@ -119,7 +119,7 @@ def compare_loops(out: Path, steps: int, rounds: int) -> dict[str, list[float]]:
 
 
 def compare_checkpoints(megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """Compare saving a model with writing as many bytes, in seconds."""
+    """Return the seconds of saving a model and of writing as many bytes."""
     state = {"parts": {"model": {"weight": torch.rand(megabytes, 1 << 18)}}}
     data = state["parts"]["model"]["weight"].numpy().data
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -142,7 +142,7 @@ def compare_checkpoints(megabytes: int, rounds: int) -> dict[str, list[float]]:
 
 
 def measure(args: Measurement) -> Result:
-    """Measure the costs, the largest numbers only without --quick."""
+    """Measure all costs; the largest numbers of ranks are skipped with --quick."""
     rounds = 1 if args.quick else args.rounds
     sizes, starts, steps, megabytes = (8, 64, 512), (1, 8), 400, 1024
     if args.quick:
