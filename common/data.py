@@ -86,7 +86,7 @@ def _digits() -> ImageData:
     assert package is not None
     assert package.origin is not None
     file = Path(package.origin).parent / "datasets/data/digits.csv.gz"
-    table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # 64 pixels from 0 to 16, and a label
+    table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # 64 pixels in [0, 16], and a label
     images = (table[:, :-1] * (255 / 16)).round().view(-1, 8, 8)
     labels, test = table[:, -1], torch.arange(len(table)) % 5 == 0
     return _normalized("digits", (images[~test], labels[~test]), (images[test], labels[test]))
@@ -141,7 +141,7 @@ def _read_idx(root: Path, stem: str) -> Tensor:
 
 
 def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
-    """Normalize the images of all splits with the mean and deviation of the training pixels."""
+    """Normalize all splits with the mean and the standard deviation of the training pixels."""
     std, mean = (float(value) for value in torch.std_mean(splits[0][0].float().div_(255)))
     train, test = (
         TensorDataset(x.unsqueeze(1).float().div_(255).sub_(mean).div_(std or 1.0), y.long())

@@ -53,13 +53,13 @@ class _SumOfParameters(nn.Module):
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside the wrappers of DistributedDataParallel and torch.compile."""
+    """Return the model without its DistributedDataParallel and torch.compile wrappers."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return getattr(model, "_orig_mod", model)
 
 
 def parameter_hash(model: Any) -> str:
-    """Return the SHA-256 of all parameters and buffers, in the order of their names."""
+    """Return the SHA-256 of all parameters and buffers, sorted by name."""
     digest = hashlib.sha256()
     for name, value in sorted(unwrapped(model).state_dict().items()):
         if isinstance(value, Tensor):  # the extra state of a module may be anything

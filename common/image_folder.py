@@ -131,7 +131,7 @@ def readable(path: str | Path) -> str:
 
 
 def _class_folders(root: str | Path) -> dict[str, str]:
-    """Return the class folders, sorted by name. Names are normalized to NFC for macOS."""
+    """Return the class folders, sorted by name. Names are NFC, because macOS may decompose them."""
     folders: dict[str, str] = {}
     for entry in list(os.scandir(root)):
         if entry.is_symlink() and not Path(entry.path).exists():

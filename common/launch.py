@@ -51,27 +51,27 @@ class RunArgs:
     batch_size: Annotated[int, arg(aliases=["-b"])] = 128
     """GLOBAL batch size in samples, divided by the number of ranks."""
     nproc: Annotated[int, arg(metavar="N")] = 1
-    """Processes to start on this machine; leave it out under torchrun or srun."""
+    """Processes to start on this machine; omit this flag under torchrun or srun."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto is CUDA if torch finds a device."""
+    """auto selects CUDA if torch finds a device."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """auto is bf16 if the device computes it natively, else fp32."""
+    """auto selects bf16 if the device supports it natively, else fp32."""
     deterministic: bool = False
-    """Use repeatable CUDA kernels, which are slower; CPU runs are always repeatable."""
+    """Use deterministic CUDA kernels, which are slower; CPU runs are always deterministic."""
     workers: Annotated[int, arg(aliases=["-j"])] = 0
-    """Data-loading processes per rank; 0 loads in the rank itself."""
+    """Data-loading processes per rank; 0 loads data in the rank's own process."""
     seed: int = 0
-    """Seed of parameters and sample order."""
+    """Seed of the parameters and the sample order."""
     timeout: Annotated[float, arg(metavar="SECONDS")] = 120.0
-    """Longest wait for another rank before the run fails."""
+    """Maximum wait for another rank before the run fails."""
     out: Path = Path("runs/run")
     """Folder for checkpoints, metrics and the result."""
     resume: Annotated[str, arg(metavar="auto|PATH|no")] = "no"
-    """auto (newest checkpoint in --out), the path of a checkpoint or of weights, or no."""
+    """auto (newest checkpoint in --out), the path of a checkpoint or weights file, or no."""
     checkpoint_every: Annotated[int, arg(metavar="STEPS")] = 200
-    """Steps between checkpoints; there is also one after every epoch."""
+    """Steps between checkpoints; every epoch also ends with a checkpoint."""
     log_every: Annotated[int, arg(metavar="STEPS", aliases=["-p", "--print-freq"])] = 0
-    """Steps between lines with the loss; 0 prints one line per epoch."""
+    """Steps between printed losses; 0 prints only one line per epoch."""
     profile: Annotated[int, arg(metavar="STEPS")] = 0
     """Steps to trace with torch.profiler, after the first 10."""
 
@@ -83,11 +83,11 @@ class NodeArgs(RunArgs):
     world_size: Annotated[int, arg(metavar="NODES")] = 1
     """Number of nodes; start the program on each with the same --dist-url."""
     rank: Annotated[int, arg(metavar="NODE")] = 0
-    """Number of this node, from 0."""
+    """Index of this node, starting at 0."""
     dist_url: Annotated[str, arg(metavar="tcp://HOST:PORT")] = "auto"
-    """Address of node 0; auto is a file on this machine."""
+    """Address of node 0; auto uses a file on this machine."""
     dist_backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto is nccl if every rank has a CUDA device of its own, else gloo."""
+    """auto selects nccl if every rank has its own CUDA device, else gloo."""
     multiprocessing_distributed: bool = False
     """Start one process per CUDA device of this machine."""
 
@@ -258,7 +258,7 @@ def _start_fork_server(module: str) -> None:
     """
     multiprocessing.set_forkserver_preload([module, "torch._dynamo"])
     # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
-    # the ranks. The helpers inherit which signals are ignored or blocked.
+    # the ranks. The helpers inherit the ignored and blocked signals that are set here.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     resource_tracker.ensure_running()  # before the mask, because ensure_running unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

@@ -129,7 +129,7 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl  # importing it takes 1.5 s with pandas
 
     mpl.use("Agg")
-    mpl.rcParams["text.parse_math"] = False  # names may contain dollars
+    mpl.rcParams["text.parse_math"] = False  # names may contain dollar signs
     import pandas as pd
 
     table = pd.DataFrame(points).groupby("step").mean()

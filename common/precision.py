@@ -14,7 +14,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     """Return a context in which matrix products and convolutions run in the given precision.
 
     Args:
-        precision: fp32, bf16, fp16 or auto, which is bf16 if the device supports it natively.
+        precision: fp32, bf16, fp16, or auto: bf16 if the device supports it natively, else fp32.
         device: device of this rank.
 
     Raises:
@@ -46,6 +46,6 @@ def set_kernels(deterministic: bool, device: torch.device) -> None:
     backends.cuda.matmul.fp32_precision = "ieee"
     backends.cudnn.benchmark = not deterministic  # tries the algorithms once per shape
     backends.cudnn.deterministic = deterministic
-    if deterministic:  # raises for operations without a repeatable kernel, such as fused attention
+    if deterministic:  # raises for operations without a deterministic kernel, like attention
         torch.use_deterministic_algorithms(True)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch 2.11 needs it

@@ -151,7 +151,7 @@ def print0(line: str) -> None:
 
 
 def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a rank's main function: an error prints one line per job and sets the exit code."""
+    """Decorate a rank's main function, to print an error once per job and set the exit code."""
 
     @functools.wraps(main_worker)
     def recorded(local_rank: int, args: Any) -> Any:

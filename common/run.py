@@ -235,7 +235,7 @@ class Run:
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
-            # Loader workers draw the same numbers in a resumed run, but not on other ranks.
+            # Loader workers draw the same random numbers after resuming, but not on other ranks.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
@@ -286,7 +286,7 @@ class Run:
         self._losses.append(loss.detach())
 
     def _average_losses(self) -> float:
-        """Record the losses since the last call, averaged over the ranks; return the last one."""
+        """Record the losses since the last call, averaged over the ranks; return the last loss."""
         if not self._losses:
             return math.nan
         losses = torch.stack(self._losses).double().cpu()
