@@ -124,7 +124,7 @@ def split(reviews: Reviews, seed: int) -> list[Subset[tuple[str, int]]]:
 def collate(
     tokenizer: BertTokenizer, max_length: int, samples: Sequence[tuple[str, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Tokenize a batch; return token IDs [B, L], padded to its longest review, and labels [B]."""
+    """Tokenize a batch; return token IDs [B, L], padded to the longest review, and labels [B]."""
     texts, labels = zip(*samples, strict=True)
     tokens = tokenizer(
         list(texts), padding=True, truncation=True, max_length=max_length, return_tensors="pt"

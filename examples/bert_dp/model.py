@@ -53,7 +53,7 @@ def pretrained(
         refuse_lfs_pointer(path)
     try:
         kind = json.loads((folder / "config.json").read_text()).get("model_type", "bert")
-        if kind != "bert":  # models from 2018 and 2019 do not name it
+        if kind != "bert":  # models from 2018 and 2019 lack this key
             raise UserError(f"--model {folder} contains a {kind} model; use a BERT model")
         config = BertConfig.from_pretrained(folder, **(LABELS if new_head else {}))
         tokenizer = BertTokenizer.from_pretrained(folder)
@@ -93,7 +93,7 @@ def pretrained(
 def small(
     texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
-    """Build a BERT with two layers, whose vocabulary is the characters of the texts.
+    """Build a BERT with two layers and a vocabulary that contains the characters of the texts.
 
     WordPiece splits a word into its first character c and continuations ##c; a word with an
     unknown character becomes [UNK]. The tokenizer's rules define the words: a Chinese character is

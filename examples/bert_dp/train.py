@@ -3,7 +3,7 @@
     python -m examples.bert_dp                                 # 316 shipped reviews
     python -m examples.bert_dp --csv FILE --model bert-base-chinese --epochs 3
     CUDA_VISIBLE_DEVICES=0,2 python -m examples.bert_dp        # on these two devices
-    torchrun --nproc-per-node 2 -m examples.bert_dp            # one device per process
+    torchrun --nproc-per-node 2 -m examples.bert_dp            # with one device per process
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
 
 In each step, DataParallel copies the model to all devices of a process, splits the batch into

@@ -68,7 +68,7 @@ def train(args: Args) -> None:
         weight_decay=0.01,
         metric_for_best_model="f1",
         load_best_model_at_end=True,
-        use_cpu=not cuda,  # otherwise, processes on CPUs would not join a process group
+        use_cpu=not cuda,  # otherwise, CPU processes would not join a process group
         dataloader_pin_memory=cuda,
         ddp_find_unused_parameters=False,  # all parameters are used, and the search takes time
         average_tokens_across_devices=False,  # otherwise, the loss is scaled by the world size

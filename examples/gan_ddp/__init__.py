@@ -1,1 +1,1 @@
-"""A GAN under DDP: one forward and one backward per network and iteration."""
+"""Train a GAN with DDP: one forward and one backward per network and iteration."""

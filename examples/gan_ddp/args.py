@@ -14,7 +14,7 @@ class Args(RunArgs):
     """Train a GAN with DDP: two networks that depend on each other."""
 
     dataset: str = "digits"
-    """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder like MNIST's."""
+    """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     epochs: int = 60
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120

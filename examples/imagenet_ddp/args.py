@@ -22,7 +22,7 @@ class Args(NodeArgs):
     pretrained: bool = False
     """Start from torchvision's newest weights for ImageNet."""
     evaluate: Annotated[bool, arg(aliases=["-e"])] = False
-    """Only evaluate the weights of --resume or --pretrained."""
+    """Only evaluate the weights that --resume or --pretrained selects."""
     epochs: Annotated[int, arg(metavar="N")] = -1
     """Passes over the training set; -1 means 90, or 6 with the digits."""
     start_epoch: Annotated[int, arg(metavar="N")] = 0
@@ -40,7 +40,7 @@ class Args(NodeArgs):
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4
-    """L2 penalty."""
+    """Weight decay (L2 penalty) of SGD."""
     ema: Annotated[float, arg(metavar="DECAY")] = 0.0
     """Decay of a moving average of the weights, which is evaluated instead; 0 disables it."""
     sync_bn: bool = False
@@ -48,7 +48,7 @@ class Args(NodeArgs):
     compile: bool = False
     """Compile the model with torch.compile."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # ty: ignore
-    """auto is bf16 if the device computes it natively, else fp32."""
+    """auto selects bf16 if the device supports it natively, else fp32."""
     out: Path = Path("runs/imagenet_ddp")
     """Folder for checkpoints, metrics and the result."""
 

@@ -53,7 +53,7 @@ def recursive_doubling(tensor: Tensor) -> None:
 
 
 def average_each_gradient(model: nn.Module) -> None:
-    """Replace each gradient by its mean over the ranks. Every rank calls this, after backward.
+    """Replace each gradient with its mean over the ranks. Every rank calls this after backward.
 
     Most tutorials contain this loop. Its many short messages are slower than the single long
     message that `average_gradients` in train.py sends.

@@ -82,7 +82,7 @@ def collect(rank: int, world_size: int) -> None:
     dist.gather(numbers(10 * rank), collected, dst=0)  # only the destination passes a list
     show("gather(dst=0)", text(numbers(10 * rank)), collected)
 
-    # Objects are pickled: use these calls for small objects of trusted processes only.
+    # Objects are pickled, so use these calls only for small objects from trusted processes.
     objects: list[Any] = [None] * world_size
     dist.all_gather_object(objects, {"rank": rank})
     show("all_gather_object", str({"rank": rank}), objects)
@@ -92,7 +92,7 @@ def collect(rank: int, world_size: int) -> None:
 
 
 def reductions(rank: int, world_size: int) -> None:
-    """Reduce tensors in place, on rank 0 or on all ranks."""
+    """Reduce tensors over all ranks; the result is on rank 0 or on all ranks."""
     value = numbers(rank + 2)
     before = text(value)
     dist.reduce(value, dst=0)

@@ -3,7 +3,7 @@
     python -m examples.manual_allreduce_sgd --nproc 2
     torchrun --nproc-per-node 2 -m examples.manual_allreduce_sgd --all-reduce torch
 
-Each rank computes the gradient of its part of the batch. The mean of these gradients is the
+Each rank computes the gradient of its local batch. The mean of these gradients is the
 gradient of the whole batch, so any number of ranks trains the same model, up to rounding.
 """
 
@@ -30,9 +30,9 @@ def ring_all_reduce(tensor: Tensor) -> None:
     """Sum a tensor [n] over the ranks, in place. Every rank calls this.
 
     In each of 2 (W - 1) steps, a rank sends one of W chunks to its right neighbor and receives one
-    from its left neighbor. In the first half (reduce-scatter) it adds the received chunk to its
-    own, until rank r has the sum of chunk r + 1. In the second half (all-gather) the sums replace
-    the chunks. A rank sends 2 (W - 1) / W times the tensor, which is the minimum
+    from its left neighbor. In the first half (reduce-scatter), the received chunk is added to the
+    local chunk, until rank r has the sum of chunk r + 1. In the second half (all-gather), sums
+    replace the chunks. A rank sends 2 (W - 1) / W times the size of the tensor, the minimum
     (https://doi.org/10.1016/j.jpdc.2008.09.002).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -50,7 +50,7 @@ def ring_all_reduce(tensor: Tensor) -> None:
 
 
 def average_gradients(model: nn.Module, all_reduce: Callable[[Tensor], object]) -> None:
-    """Replace each gradient by its mean over the ranks. Every rank calls this, after backward."""
+    """Replace each gradient with its mean over the ranks. Every rank calls this after backward."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = total = parameters_to_vector(gradients)  # one long message is faster than many
     if flat.is_cuda and dist.get_backend() == "gloo":  # gloo cannot send CUDA tensors
@@ -60,7 +60,7 @@ def average_gradients(model: nn.Module, all_reduce: Callable[[Tensor], object]) 
 
 
 def partition_dataset(samples: Tensor, batch_size: int) -> list[tuple[Tensor, int]]:
-    """Return this rank's part of each global batch of samples [N], and the global batch size.
+    """Return this rank's samples in each global batch of `samples` [N], and the size of that batch.
 
     Rank r of W gets the samples r, r + W, ... of each batch. No sample is dropped for any W.
     """

@@ -19,7 +19,7 @@ class Args(RunArgs):
     explain: bool = False
     """Run the eight steps by hand, and print what they do in the third iteration."""
     dataset: str = "digits"
-    """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder like MNIST's."""
+    """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     epochs: int = 20
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120

@@ -99,7 +99,7 @@ class EightSteps(nn.Module):
         self.show("7 add the gradients on the first device", [flat_state(replicas[0])])
 
     def _in_threads(self, work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-        """Call `work` for each replica in a separate thread; return the results in order."""
+        """Call `work` in a separate thread for each replica, and return the results in order."""
         enabled = torch.is_grad_enabled()  # a thread does not inherit it
 
         def on_device(device: torch.device, *own: Any) -> Any:

@@ -30,7 +30,7 @@ from common.run import Run
 from .args import Args
 from .eight_steps import EightSteps, flat_state
 
-LR = 0.2  # highest learning rate of the one-cycle schedule
+LR = 0.2  # peak learning rate of the one-cycle schedule
 
 
 class InAutocast(nn.Module):

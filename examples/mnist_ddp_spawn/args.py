@@ -22,6 +22,6 @@ class Args(NodeArgs):
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
     """GLOBAL batch size in samples, divided by the number of ranks."""
     lr: float = 0.2
-    """Highest learning rate of the one-cycle schedule."""
+    """Peak learning rate of the one-cycle schedule."""
     out: Path = Path("runs/mnist_ddp_spawn")
     """Folder for checkpoints, metrics and the result."""

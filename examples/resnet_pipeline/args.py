@@ -27,9 +27,9 @@ class Args(RunArgs):
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order of the forwards and backwards on a stage."""
     micro_batches: Annotated[int, arg(aliases=["-m"], metavar="M")] = 4
-    """Micro-batches into which the batch of a replica is split."""
+    """Number of micro-batches into which the batch of a replica is split."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Folder with train/CLASS/* and val/CLASS/*; default: digits, enlarged."""
+    """Folder with train/CLASS/* and val/CLASS/*; default: enlarged digits."""
     image_size: int = 32
     """Height and width of the images, in pixels."""
     epochs: int = 5

@@ -103,9 +103,9 @@ class Pipeline(nn.Module):
         self.index, self.stages = mesh.get_local_rank("pp"), mesh.size(1)
         self.first, self.last = self.index == 0, self.index == self.stages - 1
         self.actions = schedule(self.index, self.stages, micro_batches)
-        # Activations and gradients have a group each, because NCCL executes the messages of a rank
-        # in a group in the order of its calls. In one group, two neighbors that both send first,
-        # an activation and a gradient, would wait for each other forever.
+        # Activations and gradients have separate groups, because NCCL executes the messages of a
+        # group in the order of its calls. In one group, two neighbors that both send first, one an
+        # activation and one a gradient, would wait for each other forever.
         self.activations, self.gradients = mesh.get_group("pp"), new_group(mesh.mesh, timeout)
         self.device = next(stage.parameters()).device
         # gloo cannot send CUDA tensors. Without NCCL, messages are copied through host memory.
@@ -117,7 +117,7 @@ class Pipeline(nn.Module):
         self.sending: dict[Action, tuple[dist.Work, Tensor]] = {}
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Run the forward and backward of a batch, which add the gradients of its mean loss.
+        """Run forward and backward for a batch, and add the gradients of its mean loss to `.grad`.
 
         Every rank of the pipeline calls this.
 
@@ -137,7 +137,7 @@ class Pipeline(nn.Module):
         return self.loss
 
     def execute(self, action: Action) -> None:
-        """Receive the input of an action, compute it, and start sending the result."""
+        """Receive the input of an action, execute the action, and start sending its result."""
         kind, micro = action
         if kind == "F":
             x = self.images[micro] if self.first else self.receive(len(self.labels[micro]))
@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
             self.finish_sending(Action("F", micro), Action("B", micro - 2))
 
     def compute_forward(self, micro: int, x: Tensor) -> Tensor:
-        """Return the activations of a micro-batch, or its part of the loss on the last stage."""
+        """Return the activations of a micro-batch or, on the last stage, its part of the loss."""
         y = self.stage(x)
         if self.last:
             # Divide by the size of the batch, not of the micro-batch, so that the micro-batches add
@@ -233,5 +233,5 @@ def to_message(x: Tensor) -> Tensor:
 
 
 def from_message(message: Tensor) -> Tensor:
-    """Return the tensor from which `to_message` made a message."""
+    """Return the tensor that `to_message` converted to a message."""
     return message.permute(0, 3, 1, 2) if message.dim() == 4 else message

@@ -85,7 +85,7 @@ def main(batch_size: int = 24, split_size: int = 6, image_size: int = 64) -> Non
     gpus = torch.cuda.device_count()
     devices = ("cuda:0", f"cuda:{min(gpus, 2) - 1}") if gpus else ("cpu", "cpu")
     output, labels = ToyModel(devices)(torch.randn(20, 10)), torch.randn(20, 5).to(devices[1])
-    F.mse_loss(output, labels).backward()  # the labels must be where the output is
+    F.mse_loss(output, labels).backward()  # labels and output must be on the same device
     print(f"toy: layer1 on {devices[0]}; layer2, output and labels on {output.device}")
     if devices[0] == devices[1]:
         print(f"both devices are {devices[0]}, so micro-batches cannot overlap")

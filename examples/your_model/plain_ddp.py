@@ -2,7 +2,7 @@
 
     python plain_ddp.py                                              # one process
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
-    torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # from runs/plain_ddp.pt
+    torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # resumes runs/plain_ddp.pt
 
 Any number of ranks that divides the batch trains the same model, up to rounding. `train.py` also
 trains this model, with a clean stop, exact resuming, mixed precision and logs for long runs.

@@ -1,7 +1,7 @@
 """your_model: a template for your own training. Change the four marked places.
 
     python -m examples.your_model                                        # one process
-    python -m examples.your_model --nproc 2                              # two
+    python -m examples.your_model --nproc 2                              # two processes
     torchrun --standalone --nproc-per-node 2 -m examples.your_model      # started by torchrun
 
 Any number of ranks that divides the batch trains the same model, up to rounding. `plain_ddp.py` is

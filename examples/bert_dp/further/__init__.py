@@ -1,1 +1,1 @@
-"""Further programs for bert_dp."""
+"""Additional programs for bert_dp."""

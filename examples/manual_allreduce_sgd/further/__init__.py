@@ -1,1 +1,1 @@
-"""Programs that go beyond train.py; each runs alone."""
+"""Additional programs that go beyond train.py; each one runs on its own."""

@@ -63,7 +63,7 @@ class Buckets:
         self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def wait(self) -> None:
-        """Replace each gradient by its mean over the ranks. Every rank calls this."""
+        """Replace each gradient with its mean over the ranks. Every rank calls this."""
         self.overlapped = len(self.sent)
         while len(self.sent) < len(self.buckets):
             self._send()

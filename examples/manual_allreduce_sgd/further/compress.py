@@ -2,8 +2,8 @@
 
     python -m examples.manual_allreduce_sgd.further.compress --nproc 2
 
-Each rank keeps the difference between its gradient and what it sent, and adds it to its next
-gradient, so that nothing is lost permanently (error feedback, https://arxiv.org/abs/1901.09847).
+Each rank adds the difference between its gradient and the sent values to its next gradient, so that
+nothing is lost permanently (error feedback, https://arxiv.org/abs/1901.09847).
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ class Compressor:
 
 
 class BFloat16(Compressor):
-    """Sends gradients in bfloat16, rounded by up to 2^-8 of their size."""
+    """Sends gradients in bfloat16, with a relative rounding error of up to 2^-8."""
 
     def _exchange(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         message = wanted.bfloat16()

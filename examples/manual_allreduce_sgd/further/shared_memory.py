@@ -20,7 +20,7 @@ from ..allreduce import milliseconds
 from ..run import launch
 from ..train import ring_all_reduce
 
-TIMEOUT = 60.0  # seconds: longest wait for another rank
+TIMEOUT = 60.0  # seconds: maximum wait for another rank
 
 
 class SharedMemory:
@@ -41,7 +41,7 @@ class SharedMemory:
 
     @property
     def own(self) -> Tensor:
-        """The tensor [n] that this rank adds to the sum."""
+        """The tensor [n] that this rank contributes to the sum."""
         return self.rows[dist.get_rank()]
 
     def sum(self) -> Tensor:
@@ -62,7 +62,7 @@ class SharedMemory:
 
 
 def compare(memory: SharedMemory) -> None:
-    """Time a sum with messages and without. Every rank calls this."""
+    """Time sums with and without messages. Every rank calls this."""
     times = {}
     for function in (dist.all_reduce, ring_all_reduce):
         times[function.__name__] = milliseconds(function, torch.zeros_like(memory.own))

@@ -1,1 +1,1 @@
-"""Further programs; train.py does not need them."""
+"""Additional programs, which train.py does not need."""

@@ -1,1 +1,1 @@
-"""Further programs; each runs alone."""
+"""Additional programs; each one runs on its own."""

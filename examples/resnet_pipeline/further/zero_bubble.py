@@ -98,7 +98,7 @@ class ZeroBubblePipeline(Pipeline):
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
-    """Add to `leaf.grad`, like `backward` does."""
+    """Add a gradient to `leaf.grad`, like `backward` does."""
     gradient = gradient.to(leaf.dtype)
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 

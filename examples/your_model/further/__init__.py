@@ -1,1 +1,1 @@
-"""Further programs: a language model, and a model sharded with FSDP2."""
+"""Additional programs: a language model, and a model sharded with FSDP2."""
