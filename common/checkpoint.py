@@ -30,14 +30,14 @@ WRAPPERS = ("module.", "_orig_mod.")  # added by DistributedDataParallel and tor
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, and delete all others in its folder except the previous one.
+    """Write a checkpoint, and delete all other checkpoints except the previous one.
 
     Args:
         path: FOLDER/step-STEP.pt.
-        state: tensors and plain values.
+        state: content of the checkpoint: tensors and plain values.
 
     Raises:
-        UserError: the disk is full, for example; the previous checkpoint remains.
+        UserError: the file cannot be written; the previous checkpoint remains.
         TypeError: the state contains an object that cannot be loaded again.
     """
     temporary = path.with_suffix(".tmp")
@@ -47,7 +47,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
             torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
-        # torch.save also writes objects that `load` rejects. This check does not read the tensors.
+        # torch.save accepts objects that `load` rejects. With mmap, this check reads no tensors.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         temporary.replace(path)
     except pickle.UnpicklingError as error:

@@ -72,7 +72,7 @@ def image_data(name: str, folder: Path) -> ImageData:
     root = Path(name).expanduser()
     if name in TORCHVISION:
         root = folder / TORCHVISION[name] / "raw"
-        missing = not _find(root, "t10k-labels")  # torchvision downloads them last
+        missing = not _find(root, "t10k-labels")  # torchvision downloads this file last
         if missing and os.environ.get("LOCAL_RANK", "0") == "0":
             _download(name, folder)
         if dist.is_initialized():

@@ -60,7 +60,7 @@ class ImageFolder(datasets.ImageFolder):
 
     @property
     def columns(self) -> dict[str, list[str]]:
-        """The path of each image, for `predictions.csv`."""
+        """The column of image paths for `predictions.csv`."""
         return {"file": [readable(path) for path, _ in self.samples]}
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:

@@ -59,7 +59,7 @@ def image_loaders(
     class names are `loader.dataset.classes`.
 
     Args:
-        data: folder with train/CLASS/* and val/CLASS/*; default: the digits, enlarged.
+        data: folder with train/CLASS/* and val/CLASS/*; default: enlarged digits.
         batch_size: samples per replica and step.
         image_size: height and width of the images, in pixels.
         seed: seed of the sample order and the crops.
@@ -111,7 +111,7 @@ def normalize(
 ) -> Tensor:
     """Copy bytes [B, 3, H, W] to the device, and normalize them there as float32.
 
-    Bytes take a quarter of the memory of floats. The host does not wait for pinned memory.
+    Bytes take a quarter of the memory of floats. Copies from pinned memory do not block the host.
     """
     images = pixels.to(device, non_blocking=True).to(torch.float32, memory_format=memory_format)
     mean, std = _statistics(device)

@@ -36,9 +36,9 @@ INIT_METHOD = "INIT_METHOD"  # environment variable: `start` passes the init met
 
 
 class UserError(Exception):
-    """A user mistake, in one line: what is wrong with the value, then the fix.
+    """An error that the user can fix; its message states what is wrong, then the fix.
 
-    It is printed once per job, without a traceback; every rank exits with code 2.
+    The message is printed once per job, without a traceback, and every rank exits with code 2.
     """
 
 

@@ -89,7 +89,7 @@ class Log:
         """Write the recorded values.
 
         Raises:
-            UserError: the disk is full, for example.
+            UserError: the file cannot be written.
         """
         if not self._unwritten:
             return
@@ -119,7 +119,7 @@ class Log:
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; the last one may be incomplete after a kill."""
+    """Return the complete lines of metrics.jsonl; after a kill, the last line may be incomplete."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
