@@ -1,4 +1,4 @@
-"""`python -m examples.bert_dp`: the flags are read before torch is imported."""
+"""Run `python -m examples.bert_dp`; flags are read before torch is imported."""
 
 from common.launch import start
 

@@ -18,9 +18,9 @@ class TextArgs:
     """The flags of train.py and trainer.py."""
 
     csv: Path = REVIEWS
-    """Reviews with the columns label (0 or 1) and review."""
+    """csv file with the columns label (0 or 1) and review."""
     model: str = "small"
-    """Folder of a pretrained BERT, such as bert-base-chinese, or small: two untrained layers."""
+    """Folder of a pretrained BERT, such as bert-base-chinese, or small for two untrained layers."""
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
     """Longest input in tokens; longer reviews are truncated."""
     lr: float = 0.0

@@ -27,7 +27,7 @@ class Args:
     """Classify reviews with a trained BERT."""
 
     model: Path = Path("runs/bert_dp/model")
-    """Folder of the model."""
+    """Folder of the trained model."""
     text: str = ""
     """Review to classify."""
     csv: Path | None = None

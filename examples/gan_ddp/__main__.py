@@ -1,4 +1,4 @@
-"""`python -m examples.gan_ddp`: the flags are read before torch is imported."""
+"""Run `python -m examples.gan_ddp`; flags are read before torch is imported."""
 
 from common.launch import start
 

@@ -1,4 +1,4 @@
-"""The flags of imagenet_ddp: the flags of pytorch/examples `imagenet/main.py`, and a few more."""
+"""The flags of imagenet_ddp, which include the flags of pytorch/examples `imagenet/main.py`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from common.launch import NodeArgs
 
 @dataclass(frozen=True)
 class Args(NodeArgs):
-    """Train any classification model of torchvision on a folder of images."""
+    """Train any torchvision classification model on a folder of images."""
 
     data: Annotated[Positional[Path | None], arg(metavar="DIR")] = None
     """Folder with train/CLASS/* and val/CLASS/*; default: enlarged digits."""

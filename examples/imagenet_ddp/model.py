@@ -102,7 +102,7 @@ def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
     """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then half a cosine to 0.
 
     Raises:
-        UserError: the batch, --accumulate or --start-epoch does not fit the training.
+        UserError: --batch-size, --accumulate or --start-epoch has an invalid value.
     """
     if loader.batch_size % args.accumulate:
         raise UserError(

@@ -42,7 +42,7 @@ def main(args: Args) -> None:
 @record  # prints an error once per job, and sets the exit code
 def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
-    device = init_distributed(args, local_rank)  # dist.init_process_group, and the device
+    device = init_distributed(args, local_rank)  # calls dist.init_process_group
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
     local_batch = local_batch_size(args.batch_size, world_size)

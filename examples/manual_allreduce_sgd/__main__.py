@@ -1,4 +1,4 @@
-"""`python -m examples.manual_allreduce_sgd`: the flags are read before torch is imported."""
+"""Run `python -m examples.manual_allreduce_sgd`; flags are read before torch is imported."""
 
 from common.launch import start
 

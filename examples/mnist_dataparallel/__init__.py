@@ -1,1 +1,1 @@
-"""MNIST with nn.DataParallel: one process drives several devices."""
+"""MNIST with nn.DataParallel: one process trains on several devices."""

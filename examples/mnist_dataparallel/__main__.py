@@ -1,4 +1,4 @@
-"""`python -m examples.mnist_dataparallel`: the flags are read before torch is imported."""
+"""Run `python -m examples.mnist_dataparallel`; flags are read before torch is imported."""
 
 from common.launch import start
 

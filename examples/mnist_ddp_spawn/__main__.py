@@ -1,4 +1,4 @@
-"""`python -m examples.mnist_ddp_spawn`: the flags are read before torch is imported."""
+"""Run `python -m examples.mnist_ddp_spawn`; flags are read before torch is imported."""
 
 from common.launch import start
 

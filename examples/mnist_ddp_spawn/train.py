@@ -55,8 +55,8 @@ def main_worker(local_rank: int, args: Args) -> None:
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     torch.manual_seed(args.seed + rank)  # dropout would differ; DDP broadcasts rank 0's parameters
     data = image_data(args.dataset, args.data_dir)  # one process per node downloads
-    # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. Without the sampler's
-    # drop_last, some samples are repeated; without the loader's, the last batch is smaller.
+    # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. Without drop_last, the
+    # sampler would repeat some samples, and the loader's last batch would be smaller.
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         data.train,
@@ -65,7 +65,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         drop_last=True,
         num_workers=args.workers,
         worker_init_fn=None,  # called in each worker, for example to open a file
-        pin_memory=cuda,  # for copies that do not block
+        pin_memory=cuda,  # allows copies that do not block
     )
     # Without drop_last, this sampler repeats samples; `evaluate` removes the repeats.
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))

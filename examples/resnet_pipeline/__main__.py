@@ -1,4 +1,4 @@
-"""`python -m examples.resnet_pipeline`: the flags are read before torch is imported."""
+"""Run `python -m examples.resnet_pipeline`; flags are read before torch is imported."""
 
 from common.launch import start
 

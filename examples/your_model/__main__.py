@@ -1,4 +1,4 @@
-"""`python -m examples.your_model`: the flags are read before torch is imported."""
+"""Run `python -m examples.your_model`; flags are read before torch is imported."""
 
 from common.launch import start
 

@@ -67,8 +67,8 @@ def main() -> None:
     torch.manual_seed(rank)  # dropout would differ; DDP broadcasts rank 0's parameters
     train_set, test_rows, test_labels = load_data()
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
-    # Rank r gets samples r, r + W, r + 2W, ... of a permutation. Without the sampler's drop_last,
-    # some samples are repeated; without the loader's, the last batch is smaller.
+    # Rank r gets samples r, r + W, r + 2W, ... of a permutation. Without drop_last, the sampler
+    # would repeat some samples, and the loader's last batch would be smaller.
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
@@ -100,7 +100,7 @@ def main() -> None:
             CHECKPOINT.parent.mkdir(exist_ok=True)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state | {"epoch": epoch + 1}, f"{CHECKPOINT}.new")
-            Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: a kill leaves a complete file
+            Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: the file is never partial
     dist.barrier()  # otherwise, ranks that still communicate could fail
     dist.destroy_process_group()
 

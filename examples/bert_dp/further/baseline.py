@@ -22,7 +22,7 @@ class Args:
     """Train a linear model on reviews."""
 
     csv: Path = REVIEWS
-    """Reviews with the columns label (0 or 1) and review."""
+    """csv file with the columns label (0 or 1) and review."""
     seeds: int = 5
     """Number of splits; the other programs use the same splits with --seed 0, 1, ..."""
 

@@ -92,7 +92,7 @@ def train(model: nn.Module, after_backward: Callable[[], object], steps: int) ->
 
 
 def compare(steps: int) -> None:
-    """Train the same model in three ways. Every rank calls this."""
+    """Train the same model with each method, and compare the results. Every rank calls this."""
     models = []
     for _ in range(3):
         torch.manual_seed(0)

@@ -87,7 +87,7 @@ class ZeroBubblePipeline(Pipeline):
         self.calls[micro] = [(layer, x, own) for (layer, x, _), own in outputs]
 
     def compute_weights(self, micro: int) -> None:
-        """Add the gradients of the weights of convolutions and linear layers."""
+        """Add the weight gradients of the convolutional and linear layers."""
         for layer, x, gradient in self.calls.pop(micro):
             if isinstance(layer, nn.Conv2d):
                 how = (layer.stride, layer.padding, layer.dilation, layer.groups)
@@ -130,7 +130,7 @@ def prepare(args: Args, device: torch.device, name: str) -> tuple[Pipeline, Tens
 
 
 def compare(args: Args, device: torch.device) -> bool:
-    """Time steps with each schedule; return True if the gradients are equal, bit for bit."""
+    """Time steps with each schedule; return True if the gradients are bit-identical."""
     gradients = list[list[Any]]()
     for name in FORMS:
         pipeline, images, labels = prepare(args, device, name)

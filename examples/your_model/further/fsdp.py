@@ -104,7 +104,7 @@ def main(steps: int, folder: Path) -> None:
         sharded_state(model, optimizer, last_step), checkpoint_id=folder / f"step-{last_step:08}"
     )
 
-    sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all of them
+    sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all parameters
     total, local = sum(x.numel() for x in sharded), sum(x.to_local().numel() for x in sharded)
     print(f"rank {rank} stores {local:,} of {total:,} parameters", flush=True)
     dist.destroy_process_group()

@@ -104,7 +104,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             optimizer.step()
             scheduler.step()
             run.log(loss)
-        # 4. YOUR METRIC: the mean loss; rank r takes test samples r, r + W, r + 2W, ...
+        # 4. YOUR METRIC: the mean loss; rank r gets the test samples r, r + W, r + 2W, ...
         with torch.no_grad():
             samples = test_ids[rank::world_size].to(device)
             logits = unwrapped(model).eval()(samples[:, :-1])
