@@ -39,7 +39,7 @@ def make_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], 
 
 
 def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
-    """Compare the three ways for a batch size. Both ranks call this, because DDP needs both."""
+    """Compare one core, the eight steps and DDP for a batch size. Both ranks call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = torch.randn(batch, 1, 28, 28), torch.arange(batch) % 10
     torch.set_num_threads(world_size)  # EightSteps divides them among its threads
@@ -58,7 +58,7 @@ def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
 
 
 def measure(args: Measurement) -> Result:
-    """Compare the three ways for each batch size."""
+    """Compare one core, the eight steps and DDP for each batch size."""
     tables, claims = dict[str, Table](), []
     batches = BATCHES[-1:] if args.quick else BATCHES
     for batch in batches:

@@ -81,7 +81,7 @@ class Result:
 
     Attributes:
         inputs: data and sizes by name.
-        tables: samples by the title of their table.
+        tables: tables of samples by title.
         claims: statements about the tables.
         curves: losses per step by name, for a chart.
     """
