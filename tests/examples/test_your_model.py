@@ -135,7 +135,7 @@ def test_fsdp_trains_like_one_process_and_each_rank_holds_its_shard(tmp_path: Pa
 
     size = sum(weight.numel() for weight in weights.values())
     for rank in range(2):
-        assert f"rank {rank} has {size // 2:,} of {size:,} parameters" in text
+        assert f"rank {rank} stores {size // 2:,} of {size:,} parameters" in text
     dcp_to_torch_save(tmp_path / "runs" / "fsdp" / "step-00000006", tmp_path / "whole.pt")
     trained = torch.load(tmp_path / "whole.pt", weights_only=True)["model"]
     for name in trained:
