@@ -43,7 +43,7 @@ class _SumOfParameters(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.named_buffers = module.named_buffers  # otherwise DDP would lose them
+        self.named_buffers = module.named_buffers  # otherwise DDP would not find them
 
     def forward(self, _: Tensor) -> Tensor:
         """Return the sum of all parameters."""

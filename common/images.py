@@ -19,7 +19,7 @@ from common.launch import UserError
 from common.rank import cores, print0
 from common.sampler import ResumableSampler
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageNet's pixels in 0..1
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageNet in [0, 1]
 DUMMY_STEPS = 100  # steps per epoch with --dummy
 
 

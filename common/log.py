@@ -65,7 +65,7 @@ class Log:
 
     def _move_earlier_run(self) -> None:
         """Move the files of an earlier run aside so that this run cannot resume from them."""
-        found = [path for path in self.out.glob("*") if path.name in FILES]  # not other files
+        found = [path for path in self.out.glob("*") if path.name in FILES]  # keep other files
         if found:
             numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]
             earlier = self.out / f"earlier.{max(numbers, default=-1) + 1}"
