@@ -28,7 +28,7 @@ class TextArgs:
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate, with 0 replaced by the default of the model."""
+        """Peak learning rate; the default of the model if --lr is 0."""
         return self.lr or (5e-4 if self.model == "small" else 2e-5)
 
 

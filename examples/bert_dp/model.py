@@ -116,7 +116,7 @@ def small(
         num_attention_heads=2,
         intermediate_size=512,
         max_position_embeddings=max_length,
-        hidden_dropout_prob=0.0,  # drawing the masks would take a fifth of the time
+        hidden_dropout_prob=0.0,  # drawing the masks would take a fifth of the training time
         attention_probs_dropout_prob=0.0,
         **LABELS,
     )

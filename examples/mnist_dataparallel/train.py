@@ -102,7 +102,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             run.log(loss)
         evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
         run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"])
-    # The first device also stores the optimizer state, all inputs and outputs, and evaluates.
+    # The first device also stores the optimizer state, inputs and outputs, and runs evaluation.
     memory = [torch.cuda.max_memory_allocated(each) for each in devices if cuda]
     run.finish(model, devices=devices, chunks=chunks, peak_memory=memory)
     dist.destroy_process_group()

@@ -65,7 +65,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         drop_last=True,
         num_workers=args.workers,
         worker_init_fn=None,  # called in each worker, for example to open a file
-        pin_memory=cuda,  # allows copies that do not block
+        pin_memory=cuda,  # allows asynchronous copies
     )
     # Without drop_last, this sampler repeats samples; `evaluate` removes the repeats.
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))

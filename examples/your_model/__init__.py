@@ -1,1 +1,1 @@
-"""A template for your own training: data-parallel, with four marked places to change."""
+"""A template for your own data-parallel training, with four marked places to change."""

@@ -43,7 +43,7 @@ class Args:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
     arch: str = "resnet50"
     batch_size: int = 32
-    micro_batches: int = 4  # interleaved needs a multiple of the ranks, zbv of twice the ranks
+    micro_batches: int = 4  # a multiple of the ranks for interleaved, of twice the ranks for zbv
     image_size: int = 64
     steps: int = 4
 
@@ -68,8 +68,8 @@ def train(args: Args, device: torch.device) -> list[float]:
         built.append(pipelining.PipelineStage(modules[-1], index, stages, device))
 
     def loss_function(logits: Tensor, labels: Tensor) -> Tensor:
-        # This is the mean over the GLOBAL batch. The engine's default, the mean of the means of all
-        # micro-batches, is equal only if all micro-batches have the same size.
+        # This is the mean over the GLOBAL batch. The engine's default, the mean of the micro-batch
+        # means, is equal only if all micro-batches have the same size.
         return F.cross_entropy(logits, labels, reduction="sum") / args.batch_size
 
     several = len(indices) > 1

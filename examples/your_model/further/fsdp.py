@@ -29,7 +29,7 @@ BATCH_SIZE, LENGTH, WIDTH, LAYERS, VOCAB_SIZE = 16, 64, 64, 4, 256  # BATCH_SIZE
 
 
 class GPT(nn.Module):
-    """Predict each next byte: token IDs [B, LENGTH] to logits [B, LENGTH, VOCAB_SIZE]."""
+    """A GPT from token IDs [B, LENGTH] to logits [B, LENGTH, VOCAB_SIZE] of the next bytes."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()

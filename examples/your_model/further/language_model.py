@@ -51,7 +51,7 @@ def load_data() -> tuple[TensorDataset, Tensor, int]:
 
 # 2. YOUR MODEL: it contains no code for ranks.
 class GPT(nn.Module):
-    """Predict each next character: token IDs [B, T] to logits [B, T, vocab_size]."""
+    """A GPT from token IDs [B, T] to logits [B, T, vocab_size] of the next characters."""
 
     def __init__(self, vocab_size: int, width: int = 64) -> None:
         super().__init__()
