@@ -33,7 +33,7 @@ from common.rank import init_distributed, record
 
 GB = 1e9
 SHM = Path("/dev/shm")  # noqa: S108 - not a temporary file: its size is checked
-TMPDIR_LIMIT = 75  # bytes: multiprocessing appends 32 for a socket, whose path may have 107
+TMPDIR_LIMIT = 75  # bytes: a socket path has at most 107, and multiprocessing appends 32
 
 
 @dataclass(frozen=True)

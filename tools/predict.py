@@ -35,7 +35,7 @@ def build(about: dict[str, Any]) -> nn.Module:
     classes, options = len(about["classes"]), about.get("options", {})
     if about["model"] == "DigitNet":
         return DigitNet(about["size"], classes)
-    if about.get("norm") == "group":  # resnet_pipeline
+    if about.get("norm") == "group":  # trained by resnet_pipeline
         options["norm_layer"] = partial(nn.GroupNorm, 32)
     return models.get_model(about["model"], num_classes=classes, **options)
 
