@@ -31,7 +31,7 @@ MEGABYTES = (1, 16, 64)
 
 
 def compare_sums(memory: SharedMemory, megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each way to sum a tensor over the ranks. Every rank calls this."""
+    """Time each way to sum a tensor over the ranks, in seconds. Every rank calls this."""
     message, repeats = torch.zeros_like(memory.own), max(4, 128 // megabytes)
     sums: dict[str, Callable[[], object]] = {
         TORCH: lambda: dist.all_reduce(message),
@@ -42,7 +42,7 @@ def compare_sums(memory: SharedMemory, megabytes: int, rounds: int) -> dict[str,
 
 
 def compare_compression(width: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each way to average a matrix [width, width]. Every rank calls this."""
+    """Time each way to average a matrix [width, width], in seconds. Every rank calls this."""
     torch.manual_seed(dist.get_rank())
     gradient = torch.randn(width * width)
     averages: dict[str, Any] = {
@@ -66,7 +66,7 @@ def set_gradients(model: nn.Module, flat: Tensor) -> None:
 def compare_steps(
     memory: SharedMemory, batch: int, size: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of each kind of training step. Every rank calls this."""
+    """Time each kind of training step, in seconds. Every rank calls this."""
     images = torch.randn(batch, 3, size, size)
     labels, bf16 = torch.arange(batch), autocast("auto", torch.device("cpu"))
 

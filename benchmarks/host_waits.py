@@ -25,7 +25,7 @@ original_steps, original_finish = Run.steps, Run.finish
 
 
 def count(message: Warning | str, _: type[Warning], file: str, line: int, *__: Any) -> None:
-    """Count a warning about a wait by its source line."""
+    """Count the warnings about waits per source line."""
     if "synchronizing CUDA operation" in str(message):
         places[f"{os.path.relpath(file)}:{line}"] += 1
 

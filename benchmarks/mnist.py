@@ -1,4 +1,4 @@
-"""Compare the seconds from the command to 99% accuracy on MNIST with pytorch/examples.
+"""Measure the time to 99% accuracy on MNIST, and compare it with pytorch/examples.
 
     python -m benchmarks.mnist --peer ../pytorch-examples
 

@@ -128,7 +128,7 @@ def make_batch(batch: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def compare_schedules(arch: str, batch: int, size: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds per step of all schedules and of one core. Every rank calls this."""
+    """Time a step with each schedule and on one core, in seconds. Every rank calls this."""
     images, labels = make_batch(batch, size)
     steps = {
         WHOLE: alone(arch, 1, images, labels),
@@ -143,7 +143,7 @@ def compare_schedules(arch: str, batch: int, size: int, rounds: int) -> dict[str
 
 
 def kept_megabytes(step: Step, parameters: Iterable[Tensor]) -> float:
-    """Return the peak memory that autograd saves during a step, without parameters, in MiB."""
+    """Return the peak memory of the tensors saved for backward, without parameters, in MiB."""
     users, now, most = Counter(p.untyped_storage().data_ptr() for p in parameters), 0, 0
 
     class Saved:

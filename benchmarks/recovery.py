@@ -1,11 +1,11 @@
-"""Check that a training with random kills has the same losses and parameters as without.
+"""Check that random kills do not change the losses and parameters of a training run.
 
     python -m benchmarks.recovery
 
-A training on 2 ranks is disturbed several times at random moments: a rank is killed, all processes
-are killed, or the run receives SIGTERM. It is then restarted with `--resume auto`. Losses and
-parameters must be bit-identical to a run without disturbances. With one rank, they are equal up to
-rounding.
+A training run on 2 ranks is disturbed several times at random moments: a rank is killed, all
+processes are killed, or the run receives SIGTERM. It is then restarted with `--resume auto`. Losses
+and parameters must be bit-identical to a run without disturbances. With one rank, they are equal up
+to rounding.
 """
 
 import json
@@ -30,13 +30,13 @@ DIFFERENCE = 1e-3
 
 
 def command(out: Path, ranks: int, epochs: int) -> list[str]:
-    """Return the command that starts a training."""
+    """Return the command that starts a training run."""
     words = ("-m", "examples.mnist_ddp_spawn", "--nproc", ranks, "--epochs", epochs, "--out", out)
     return [sys.executable, *map(str, (*words, *WORDS))]
 
 
 def outcome(out: Path) -> tuple[str, list[float]]:
-    """Return the parameter hash and the losses of a finished training."""
+    """Return the parameter hash and the losses of a finished training run."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss/train"] for line in lines if "loss/train" in line]
     return json.loads((out / "result.json").read_text())["parameter_hash"], losses

@@ -33,7 +33,7 @@ STEP = 0.005  # seconds of processor time
 LIMITS = {2: 2.0, 8: 4.0}  # percent of a step that `Run` may add, by number of ranks
 ALONE, OURS = "loop alone", "with Run"
 RENDEZVOUS = 5.0  # maximum seconds for 64 ranks
-CHECKPOINT = 1.5  # maximum time relative to writing as many bytes
+CHECKPOINT = 1.5  # maximum time relative to writing the same number of bytes
 
 
 def start(ranks: int) -> float:
@@ -105,7 +105,7 @@ def added_time(batches: Iterable[int], steps: int, log: Callable[[Tensor], objec
 
 
 def compare_loops(out: Path, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds per step of a loop alone and with `Run`. Every rank calls this."""
+    """Time a loop alone and with `Run`, in milliseconds per step. Every rank calls this."""
     batch_size = dist.get_world_size()
     args = RunArgs(device="cpu", batch_size=batch_size, checkpoint_every=1 << 40, out=out)
     run = Run(args, torch.device("cpu"), "no data", model=nn.Linear(1, 1))
@@ -119,7 +119,7 @@ def compare_loops(out: Path, steps: int, rounds: int) -> dict[str, list[float]]:
 
 
 def compare_checkpoints(megabytes: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of saving a model and of writing as many bytes."""
+    """Return the seconds for saving a model, and for writing the same number of bytes."""
     state = {"parts": {"model": {"weight": torch.rand(megabytes, 1 << 18)}}}
     data = state["parts"]["model"]["weight"].numpy().data
     with tempfile.TemporaryDirectory(dir=".") as folder:
