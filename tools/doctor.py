@@ -115,7 +115,7 @@ def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]
         major, minor = torch.cuda.get_device_capability(number)
         name = f"cuda:{number} {torch.cuda.get_device_name(number)}, sm_{major}{minor}"
         if not has_kernels((major, minor), available):
-            text = f"{name}: this torch has kernels for {', '.join(available)} only"
+            text = f"{name}: this torch build supports {', '.join(available)} only"
             yield Finding("error", text, "install another torch build, or set CUDA_VISIBLE_DEVICES")
             continue
         free, total = (value / GB for value in torch.cuda.mem_get_info(number))

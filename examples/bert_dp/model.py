@@ -80,8 +80,8 @@ def pretrained(
     rows, positions = config.vocab_size, config.max_position_embeddings
     if len(tokenizer) > rows or max_length > positions:  # embeddings may be padded
         raise UserError(
-            f"--model {folder} has embeddings for {rows} tokens and {positions} positions; "
-            f"the vocabulary has {len(tokenizer)} tokens, and --max-length is {max_length}"
+            f"--model {folder} has embeddings for {rows} tokens and {positions} positions, but "
+            f"its vocabulary has {len(tokenizer)} tokens and --max-length is {max_length}"
         )
     # `loaded` would be saved with the parameter names of its file, such as LayerNorm.gamma. The
     # Trainer would not find these names when it loads the best model.

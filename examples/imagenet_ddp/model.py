@@ -107,7 +107,7 @@ def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
     if loader.batch_size % args.accumulate:
         raise UserError(
             f"the local batch size {loader.batch_size} is not divisible by --accumulate "
-            f"{args.accumulate}; change one of them"
+            f"{args.accumulate}; change --accumulate or --batch-size"
         )
     steps_per_epoch = len(loader)
     if not steps_per_epoch:

@@ -82,7 +82,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         args, device, data, about=data.about, model=model, optimizer=optimizer, scheduler=scheduler
     )
     if not cuda and args.device == "auto":
-        run.warn("no CUDA device found: the CPU is slow for large models")  # yellow, on rank 0
+        run.warn("no CUDA device found; large models train slowly on a CPU")  # yellow, on rank 0
     warm_up_buckets(model)  # makes a resumed run on 3 or more ranks bit-identical
 
     for epoch in run.epochs(args.epochs):
