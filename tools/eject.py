@@ -23,7 +23,7 @@ import tyro
 from tyro.conf import Positional
 
 ROOT = Path(__file__).parents[1]
-README = "`pip install -r requirements.txt`, then `python -m {name} --nproc 2` in this folder\n"
+README = "Run `pip install -r requirements.txt`, then `python -m {name} --nproc 2`.\n"
 
 
 def imported_names(file: Path) -> Iterator[str]:
