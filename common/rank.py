@@ -111,8 +111,8 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
 def _threads(here: Place) -> int:
     """Return OMP_NUM_THREADS if the user set it, otherwise the number of cores per rank.
 
-    More threads than cores are slow. The number of threads changes the last bits of a sum, so it
-    must not depend on the launcher: torchrun sets OMP_NUM_THREADS=1 for several ranks of a node.
+    More threads than cores slow a rank down. The number of threads affects the last bits of a sum,
+    so it must not depend on the launcher. torchrun sets OMP_NUM_THREADS=1 for several local ranks.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1

@@ -86,7 +86,7 @@ def _await_host(host: str, port: int, seconds: float) -> None:
 def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
     """Join this attempt of the job; return a view of the store that only its ranks use.
 
-    torchrun keeps one store for all restarts, which still contains the addresses of exited
+    torchrun keeps one store for all restarts, and the store still contains the addresses of exited
     processes. Each process therefore registers under a random ID, and rank 0 publishes the list of
     IDs. Once every rank has acknowledged a list, that list defines the job.
     """

@@ -34,7 +34,7 @@ STOP_DELAY = 0.1  # seconds: approximate delay until ranks react to a signal
 
 
 class Run:
-    """Resuming, checkpoints, coordinated stops and logging for a training loop.
+    """Bookkeeping for a training loop: resume, save, stop all ranks together, and log.
 
     `Run` never calls the model, the loss, backward or the optimizer. Every rank creates a `Run`
     after all other objects, and calls its methods.
@@ -116,7 +116,7 @@ class Run:
 
     def _greet(self, what: object, replicas: int | None) -> None:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
-        local, left = divmod(self.args.batch_size, parts)  # left > 0: only manual_allreduce_sgd
+        local, left = divmod(self.args.batch_size, parts)  # left is 0 except in the SGD example
         local_batch = f"{local + 1} or {local}" if left else str(local)
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
@@ -235,7 +235,7 @@ class Run:
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
-            # Loader workers draw the same random numbers after resuming, but not on other ranks.
+            # Loader workers draw other random numbers on each rank, but the same after resuming.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
