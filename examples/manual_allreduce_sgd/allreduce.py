@@ -47,7 +47,7 @@ def recursive_doubling(tensor: Tensor) -> None:
         send = dist.P2POp(dist.isend, tensor, rank ^ distance)
         for work in dist.batch_isend_irecv([receive, send]):
             work.wait()
-        tensor += buffer  # a + b on one rank, b + a on the other: the same bits
+        tensor += buffer  # a + b on one rank, b + a on the other: bit-identical
     if rank + power < world_size:
         dist.send(tensor, dst=rank + power)
 

@@ -156,7 +156,7 @@ class Pipeline(nn.Module):
             self.finish_sending(Action("F", micro), Action("B", micro - 2))
 
     def compute_forward(self, micro: int, x: Tensor) -> Tensor:
-        """Return the activations of a micro-batch or, on the last stage, its part of the loss."""
+        """Return a micro-batch's activations, or its contribution to the loss on the last stage."""
         y = self.stage(x)
         if self.last:
             # Divide by the size of the batch, not of the micro-batch, so that the micro-batches add

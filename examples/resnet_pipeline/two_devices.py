@@ -70,7 +70,7 @@ class PipelineParallelResNet50(ModelParallelResNet50):
 
 
 def seconds(step: Callable[[], object], devices: tuple[str, str]) -> float:
-    """Return the time from a call until the devices are idle, the shortest of three calls."""
+    """Return the shortest time of three calls, each measured until the devices are idle."""
 
     def synchronized() -> None:
         step()

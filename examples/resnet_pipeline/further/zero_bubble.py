@@ -11,8 +11,8 @@ micro-batches and fills the time in which 1F1B waits. P = 3, M = 4, equal times 
     stage 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-The bubble is (P - 1) / (3 M + P - 1). Layers keep their inputs until W, so that every stage keeps
-up to P micro-batches; in 1F1B, only the first stage does.
+The bubble is (P - 1) / (3 M + P - 1). Layers keep their inputs until W, so every stage keeps up to
+P micro-batches; in 1F1B, only the first stage keeps that many.
 """
 
 import os
