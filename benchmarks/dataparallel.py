@@ -1,9 +1,9 @@
-"""Compare training steps on two cores, with nn.DataParallel's eight steps or DDP, with one core.
+"""Compare nn.DataParallel's eight steps and DDP on two cores with training on one core.
 
     python -m benchmarks.dataparallel
 
 On a CPU, a device is a core. The program compares one replica with one thread, the eight steps by
-hand with a thread per replica, and DDP with a process per core. The slowest process counts.
+hand with a thread per replica, and DDP with a process per core. It reports the slowest process.
 """
 
 from collections.abc import Callable

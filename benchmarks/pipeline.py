@@ -1,4 +1,4 @@
-"""Compare a training step of ResNet-50 in two stages, with one core each, with a single core.
+"""Compare training of ResNet-50 in two stages on two cores with training on one core.
 
     python -m benchmarks.pipeline
 
