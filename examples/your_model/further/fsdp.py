@@ -66,7 +66,8 @@ def main(steps: int, folder: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if BATCH_SIZE % world_size:  # FSDP averages gradients as if all local batches were equal
-        raise SystemExit(f"BATCH_SIZE {BATCH_SIZE} is not divisible by {world_size} ranks")
+        message = f"BATCH_SIZE {BATCH_SIZE} is not divisible by {world_size} ranks"
+        raise SystemExit(f"{message}; use a multiple of {world_size}")
     mesh = init_device_mesh(device.type, (world_size,))  # also calls torch.cuda.set_device
     torch.manual_seed(0)  # equal parameters on all ranks, because FSDP does not broadcast them
 
