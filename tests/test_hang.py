@@ -21,7 +21,7 @@ def planted(code: str) -> list[tuple[str, str, str]]:
     return [(TRAIN, LOOP, lines), (TRAIN, IMPORTS, f"import os\nimport time\n{IMPORTS}")]
 
 
-DIFFERS = "the ranks differ in collective 17: "  # in step 6
+DIFFERS = r"the ranks differ in collective \d+: "
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ DIFFERS = "the ranks differ in collective 17: "  # in step 6
     [
         (
             f"{SUM}; rank != 1 or {SUM}",
-            "rank 1 has exited",  # gloo aborts it: the sizes of number 18 differ
+            r"rank \d has exited",  # gloo aborts it: the sizes of number 18 differ
         ),
         (
             "rank or dist.barrier()",
@@ -77,8 +77,9 @@ def test_ranks_that_do_not_continue_are_named(tmp_path: Path) -> None:
     code = "rank == 2 and os.kill(os.getpid(), 19)\n                while rank == 1: pass"
     program = programs.run(*words, mutate=planted(code))
     assert program.code == 75, program.stderr
-    sentence = r"^rank 2 is stopped; rank 1 did not call all_reduce .*; it is at train\.py:"
-    assert re.search(sentence, program.stderr, re.MULTILINE), program.stderr
+    assert re.search("^rank 2 is stopped", program.stderr, re.MULTILINE), program.stderr
+    # A report of its collectives is late if the machine is busy.
+    assert re.search(r"^  rank 1: .*; at train\.py:\d+: ", program.stderr, re.MULTILINE)
 
 
 def test_undisturbed_run_writes_no_report(tmp_path: Path) -> None:
