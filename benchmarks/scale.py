@@ -49,6 +49,7 @@ def join(rank: int, ranks: int, port: int, ready: Barrier, result: Connection) -
     """Join the rendezvous as one rank, and send the seconds that joining took."""
     # torch looks up the host name of each connection, and an unreachable name server costs 5 s.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # a warning for each client without a name
     here = Place(rank, rank, ranks, ranks, f"tcp://127.0.0.1:{port}")
     ready.wait()
     began = time.perf_counter()
