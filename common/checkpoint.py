@@ -54,13 +54,13 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
         found = str(error).partition("Unsupported")[2].partition(" was not")[0]
         raise TypeError(
-            f"the checkpoint contains an object that is not a tensor or a plain value "
+            f"the checkpoint contains an object that is neither a tensor nor a plain value "
             f"(unsupported{found}); convert it, for example with float() or str()"
         ) from None
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
-        raise UserError(f"cannot write {path}: {reason}; free some space") from None
+        raise UserError(f"cannot write {path}: {reason}; check space and permissions") from None
     # Later checkpoints are damaged, or belong to a run that was resumed from an earlier step.
     others = checkpoints(path.parent)
     for other in {*others} - {*[p for p in others if p <= path][:2]}:

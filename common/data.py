@@ -100,8 +100,8 @@ def _download(name: str, folder: Path) -> None:
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"cannot download {name} to {folder} ({reason}); download it elsewhere, "
-            f"and pass the folder of its files to --dataset"
+            f"cannot download {name} to {folder} ({reason}); download it on another "
+            f"machine, and pass the folder that contains the files to --dataset"
         ) from None
 
 

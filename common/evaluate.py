@@ -84,7 +84,8 @@ def evaluate(
     targets, losses, top, scores = (in_dataset_order(rows, total, group) for rows in own)
     if not losses.isfinite().all():
         raise UserError(
-            "the outputs contain NaN: training diverged (lower --lr), or the data contains NaN"
+            "the test loss is NaN or infinite: training diverged (lower --lr), "
+            "or the data contains NaN or infinite values"
         )
     hits = top == targets[:, None]  # [N, 5]
     metrics = {"loss": losses.double().mean().item()}

@@ -55,7 +55,7 @@ class ImageFolder(datasets.ImageFolder):
             siblings = ", ".join(sorted(readable(path.name) for path in root.parent.glob("*/"))[:5])
             raise UserError(
                 f"{readable(error.filename)}: {error.strerror}; expected {readable(root)}/CLASS/"
-                f"*.jpg ({readable(root.parent)} contains {siblings or 'no folder'})"
+                f"*.jpg ({readable(root.parent)} contains {siblings or 'no folders'})"
             ) from None
 
     @property

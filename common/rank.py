@@ -41,7 +41,7 @@ import torch.distributed as dist
 from common import hang, rendezvous
 from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserError, place
 
-# Messages of gloo and NCCL after another process exited or did not respond for --timeout.
+# Parts of the errors of gloo and NCCL if a process exits or does not respond within --timeout.
 LOST_WORDS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out", "imeout"),
     "wait timeout after",  # gloo: the store lacks the address of a rank

@@ -164,7 +164,7 @@ class Run:
         steps = [step for step, *_ in found]
         if len({*steps}) > 1:
             raise UserError(
-                f"the ranks found checkpoints of different steps: {steps}; "
+                f"the ranks found checkpoints from different steps: {steps}; "
                 f"put --out on a file system that all nodes share"
             )
 

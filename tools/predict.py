@@ -72,7 +72,7 @@ def main(
     paths = list_images(str(path), {}) if path.is_dir() else [str(path)]
     _, about = load_weights(weights)
     if not {"model", "classes", "size"} <= about.keys():
-        raise UserError(f"{weights} contains no model name; use best.safetensors of a run")
+        raise UserError(f"{weights} contains no model name; use the best.safetensors file of a run")
     model = build(about).eval().to("cuda" if torch.cuda.is_available() else "cpu")
     load_model(weights, model, {})
     table = csv.writer(sys.stdout)

@@ -96,7 +96,7 @@ def read_cells(path: Path) -> pandas.DataFrame:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"{path} is not UTF-8 in line {line}; save it as CSV UTF-8, or convert it with "
+            f"{path} is not valid UTF-8 (line {line}); save it as CSV UTF-8, or convert it with "
             f"iconv -f ENCODING -t UTF-8 (for example GB18030, BIG5 or UTF-16)"
         ) from None
     except ValueError as error:

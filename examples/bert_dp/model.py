@@ -78,11 +78,11 @@ def pretrained(
     if any(parameter.isnan().any() for parameter in loaded.parameters()):
         raise UserError(f"--model {folder} contains NaN; use weights from an earlier step")
     rows, positions = config.vocab_size, config.max_position_embeddings
-    if len(tokenizer) > rows or max_length > positions:  # embeddings may be padded
-        raise UserError(
-            f"--model {folder} has embeddings for {rows} tokens and {positions} positions, but "
-            f"its vocabulary has {len(tokenizer)} tokens and --max-length is {max_length}"
-        )
+    if max_length > positions:
+        raise UserError(f"--max-length {max_length} exceeds the {positions} positions of {folder}")
+    if len(tokenizer) > rows:  # embeddings may be padded
+        text = f"the vocabulary of --model {folder} has {len(tokenizer)} tokens"
+        raise UserError(f"{text}, but the model has embeddings for {rows}; use its own vocabulary")
     # `loaded` would be saved with the parameter names of its file, such as LayerNorm.gamma. The
     # Trainer would not find these names when it loads the best model.
     model = BertForSequenceClassification(config)

@@ -151,8 +151,8 @@ class Pipeline(nn.Module):
             if not self.first:
                 assert x.grad is not None
                 self.send(action, x.grad)
-            # The next stage has received the activations, because their gradient has arrived.
-            # Waiting for an earlier gradient limits the memory of unsent gradients.
+            # The gradient has arrived, so the next stage has these activations. Waiting until an
+            # earlier gradient is sent limits the memory held by pending messages.
             self.finish_sending(Action("F", micro), Action("B", micro - 2))
 
     def compute_forward(self, micro: int, x: Tensor) -> Tensor:

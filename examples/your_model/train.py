@@ -32,7 +32,7 @@ CLASSES = ["malignant", "benign"]  # names of labels 0 and 1
 
 # 1. YOUR DATA: two datasets; here, a sample is 30 measurements [30] of a tumor and its label.
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Return 426 tumors to train on and 143 to test on."""
+    """Return 426 tumors for training and 143 to test on."""
     rows, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
     test = torch.arange(len(labels)) % 4 == 0
     rows = ((rows - rows[~test].mean(0)) / rows[~test].std(0)).float()  # training statistics

@@ -1,4 +1,4 @@
-"""Break the rule of gan_ddp in several ways, and compare the results of DDP with two processes.
+"""Break gan_ddp's rule in several ways, and compare DDP's gradients with the true gradients.
 
     python -m examples.gan_ddp.further.break_the_rule
 

@@ -39,7 +39,7 @@ class Buckets:
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect)
-        self.ready = set[nn.Parameter]()  # parameters whose gradient is computed in this step
+        self.ready = set[nn.Parameter]()  # parameters whose gradient is already ready in this step
         self.sent: list[tuple[Tensor, dist.Work]] = []  # messages of this step, in bucket order
         self.overlapped = 0  # number of buckets that were sent during the last backward
 

@@ -45,7 +45,7 @@ class SharedMemory:
         return self.rows[dist.get_rank()]
 
     def sum(self) -> Tensor:
-        """Return the sum [n] of the tensors `own` of all ranks. Every rank calls this.
+        """Return the sum [n] of the `own` tensors of all ranks. Every rank calls this.
 
         The result is shared memory: do not write to it. The next call overwrites it.
 
@@ -74,7 +74,7 @@ def compare(memory: SharedMemory) -> None:
 
 
 def main(nproc: int = 2, megabytes: int = 16) -> None:
-    """Compare the time of a sum in shared memory with sums that use messages."""
+    """Compare the time to sum tensors in shared memory and with messages."""
     launch(compare, nproc, SharedMemory(nproc, megabytes << 18))
 
 
