@@ -98,7 +98,9 @@ class Log:
                 file.writelines(json.dumps(point) + "\n" for point in self._unwritten)
         except OSError as error:
             path = self.out / "metrics.jsonl"
-            raise UserError(f"cannot write {path}: {error.strerror}; check space and permissions") from None
+            raise UserError(
+                f"cannot write {path}: {error.strerror}; check space and permissions"
+            ) from None
         for point in self._unwritten:
             for name, value in point.items():
                 if name != "step":
