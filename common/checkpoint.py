@@ -1,4 +1,4 @@
-"""Checkpoints that survive an interruption at any moment, and weights from other programs.
+"""Write checkpoints that survive an interruption at any moment, and load other programs' weights.
 
 A checkpoint is written to a temporary file, flushed to disk and renamed, so it is never partial.
 torch.save stores a CRC-32 of each tensor; `load` verifies it, while torch.load does not.
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from common.ddp import unwrapped
 from common.launch import NodeArgs, UserError
 
-# A resumed run may change these flags without a warning, because they do not affect the training.
+# A resumed run may change these flags silently, except seed and batch_size (see `check_flags`).
 FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "deterministic"}
 WRAPPERS = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
 
@@ -110,7 +110,7 @@ def describe(path: Path) -> str:
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest intact checkpoint in a folder, and warn about damaged checkpoints."""
+    """Return the path and content of the newest intact checkpoint; warn about damaged ones."""
     for path in checkpoints(folder):
         try:
             return path, load(path)
@@ -141,7 +141,7 @@ def load_weights(
     Args:
         path: a .safetensors file, a checkpoint of this project, or a state dict written by
             torch.save, alone or under the key `state_dict`, `model_state_dict` or `model`.
-        names: parameter names of the model; prefixes of wrappers are removed if no name matches.
+        names: parameter names of the model; wrapper prefixes are removed if no name matches.
 
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.
@@ -176,7 +176,7 @@ def load_weights(
 
 
 def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
-    """Load the weights of a file into a model.
+    """Load a file's weights into a model.
 
     Args:
         path: see `load_weights`.
@@ -191,7 +191,7 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     check_classes(path, written, about)
     extra = {n: value for n, value in model.state_dict().items() if not isinstance(value, Tensor)}
     try:
-        model.load_state_dict(extra | weights)  # files of weights lack the modules' extra state
+        model.load_state_dict(extra | weights)  # weight files lack the modules' extra state
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
         raise UserError(f"{path} does not match the model: {reason}") from None
@@ -213,7 +213,7 @@ def check_flags(
     """Warn about flags whose values differ between a checkpoint and this run.
 
     Raises:
-        UserError: the order of the samples would change.
+        UserError: a flag that determines the sample order differs.
     """
     for name, value in before.items():
         if value != now.get(name) and name in ("seed", "batch_size"):
@@ -227,7 +227,7 @@ def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) 
     """Load each part of a run from its state in a checkpoint.
 
     Raises:
-        UserError: a part is missing from the checkpoint, or belongs to another model.
+        UserError: a part is missing from the checkpoint, or does not match its saved state.
     """
     for name, part in parts.items():
         try:

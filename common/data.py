@@ -58,10 +58,10 @@ class ImageData:
 
 
 def image_data(name: str, folder: Path) -> ImageData:
-    """Return the dataset named by --dataset. Every rank calls this; one rank per node downloads.
+    """Return the dataset named by --dataset. Every rank calls this; one rank per node downloads it.
 
     Args:
-        name: digits, mnist, fashion-mnist, or a folder with idx files (the format of MNIST).
+        name: digits, mnist, fashion-mnist, or a folder with idx files (MNIST's format).
         folder: root folder of torchvision's datasets, used for mnist and fashion-mnist.
 
     Raises:
@@ -76,7 +76,7 @@ def image_data(name: str, folder: Path) -> ImageData:
         if missing and os.environ.get("LOCAL_RANK", "0") == "0":
             _download(name, folder)
         if dist.is_initialized():
-            dist.barrier()  # the other ranks of the node wait for the files
+            dist.barrier()  # the other ranks on the node wait for the files
     return _normalized(name, _read_split(root, "train"), _read_split(root, "t10k"))
 
 
@@ -132,7 +132,7 @@ def _read_idx(root: Path, stem: str) -> Tensor:
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-        if data[:3] != b"\0\0\x08":  # the magic number of unsigned bytes
+        if data[:3] != b"\0\0\x08":  # the magic number for unsigned bytes
             raise ValueError
         shape = struct.unpack_from(f">{data[3]}I", data, 4)  # data[3]: the number of dimensions
         return torch.tensor(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape))
@@ -163,7 +163,7 @@ def absent_classes(names: Sequence[str], labels: Iterable[int]) -> str:
 
 
 class DigitNet(nn.Sequential):
-    """A small convolutional network from images [N, 1, size, size] to logits [N, classes].
+    """A small convolutional network that maps images [N, 1, size, size] to logits [N, classes].
 
     GroupNorm with one group normalizes each sample separately, unlike BatchNorm, so the result
     does not depend on how a batch is split over ranks. GELU and strided convolutions are smooth,
@@ -172,7 +172,7 @@ class DigitNet(nn.Sequential):
 
     def __init__(self, size: int, classes: int) -> None:
         # 28x28 images have an empty border and more pixels than needed: omitting the padding saves
-        # 60% of the arithmetic, and the stride saves 75%. 8x8 digits need padding and all pixels.
+        # 60% of the arithmetic, and stride 2 saves 75%. 8x8 digits need padding and all pixels.
         padding, stride = (2, 1) if size < 20 else (0, 2)
         stem = (size + 2 * padding - 5) // stride + 1  # 12 for 28 pixels, 8 for 8
         side = (stem + 2 * padding - 8) // 2 + 1  # 3 for both sizes

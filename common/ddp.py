@@ -14,10 +14,10 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     """Make DDP arrange its buckets before the first step. Every rank calls this.
 
     After its first backward, DDP rearranges its buckets by the order in which gradients became
-    ready. With 3 or more ranks, the arrangement determines the order of additions. The first step
-    of a resumed run would therefore differ from an uninterrupted run in the last bits. This call
-    runs a backward before the first step of both. It does not call the model's forward: the loss is
-    the sum of all parameters. Parameters, buffers and random generators do not change.
+    ready. With 3 or more ranks, the arrangement determines the order of additions, so the first
+    step after resuming would differ from the same step of an uninterrupted run in the last bits.
+    This call runs a backward before every run's first step, without the model's forward: the loss
+    is the sum of all parameters. Parameters, buffers and random generators do not change.
 
     Models with sparse gradients, a static graph or parameter hooks (which would run) are skipped.
     Resumed runs of these models differ in the last bits on 3 or more ranks. Register communication
@@ -38,7 +38,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
 
 
 class _SumOfParameters(nn.Module):
-    """A stand-in for the model whose gradients are all 1. It does not call the model's forward."""
+    """A stand-in for the model. Its gradients are all 1; it does not call the model's forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def parameter_hash(model: Any) -> str:
     """Return the SHA-256 of all parameters and buffers, sorted by name."""
     digest = hashlib.sha256()
     for name, value in sorted(unwrapped(model).state_dict().items()):
-        if isinstance(value, Tensor):  # the extra state of a module may be anything
+        if isinstance(value, Tensor):  # a module's extra state may be anything
             data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(name.encode() + data.numpy().tobytes())
     return digest.hexdigest()
@@ -71,7 +71,7 @@ def parameter_hash(model: Any) -> str:
 def check_replicas(model: nn.Module) -> str:
     """Check that all ranks have the same parameters. Every rank calls this.
 
-    The buffers of rank 0 are copied to all ranks, because BatchNorm's statistics differ.
+    Rank 0's buffers are first copied to all ranks, because BatchNorm's statistics differ.
 
     Returns:
         The parameter hash.
@@ -86,7 +86,7 @@ def check_replicas(model: nn.Module) -> str:
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the buffers of the first rank, such as BatchNorm's statistics, to all ranks of a group.
+    """Copy the first rank's buffers, such as BatchNorm's statistics, to all ranks in a group.
 
     Every rank calls this.
     """

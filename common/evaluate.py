@@ -1,4 +1,4 @@
-"""Evaluate a whole dataset on all ranks, each sample once and in dataset order."""
+"""Evaluate a model on a whole dataset, with each sample counted once and in dataset order."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ MAX_SCORED_CLASSES = 100  # the scores of 50,000 samples and 1,000 classes would
 
 
 class Evaluation(NamedTuple):
-    """The outputs of a model for a whole dataset of N samples; equal on all ranks."""
+    """A model's results for a whole dataset of N samples; equal on all ranks."""
 
     metrics: dict[str, float]  # loss, accuracy, and top5 for more than 10 classes
     targets: Tensor  # labels, [N]
@@ -27,7 +27,7 @@ class Evaluation(NamedTuple):
 
 
 def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the rows of all ranks in dataset order, [total, ...].
+    """Return the rows from all ranks in dataset order, [total, ...].
 
     Every rank calls this. `DistributedSampler(shuffle=False)` gives rank r of W the samples
     r, r + W, r + 2 W, ... and repeats the first samples so that all ranks have the same number.
@@ -55,14 +55,14 @@ def evaluate(
 
     Args:
         model: the classifier; a DDP wrapper is removed, because it would communicate.
-        batches: one or more inputs and the labels of this rank's samples, which
-            `DistributedSampler(shuffle=False)` selects.
+        batches: tuples of one or more inputs and the labels, for the samples that
+            `DistributedSampler(shuffle=False)` selects for this rank.
         total: number of samples in the dataset.
         autocast: context manager for mixed precision.
         group: process group over which the dataset is split; default: all ranks.
 
     Raises:
-        UserError: some outputs of the model are not finite.
+        UserError: the loss of a sample is NaN or infinite.
     """
     model = unwrapped(model)
     broadcast_buffers(model, group)

@@ -1,11 +1,11 @@
 """Report what each rank is waiting for, after a time-out, a lost connection or SIGUSR1.
 
-Each rank writes OUT/hang/rank-R.json. It contains the source line that the main thread executes and
+Each rank writes OUT/hang/rank-R.json, with the source line that its main thread is executing and
 the latest collectives from torch's flight recorder. `explain` compares these files.
 
 The recorder is read only in the main thread, because reading it while another thread enters a
 collective can crash the process. A rank that is blocked inside a collective therefore reports its
-line immediately, and its collectives after the time-out.
+line immediately, but its collectives only after the time-out.
 """
 
 import json
@@ -77,13 +77,13 @@ def _recorded() -> list[dict[str, Any]]:
 
 
 def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
-    """Return the reports in a folder that were written at or after a time, sorted by rank."""
+    """Return the folder's reports that were written at or after `since`, sorted by rank."""
     reports = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
     return sorted((r for r in reports if r["time"] >= since), key=lambda report: report["rank"])
 
 
 def table(reports: Iterable[dict[str, Any]]) -> list[str]:
-    """Return one line per rank with its latest collective and the source line that it executes."""
+    """Return one line per rank: its latest collective, and the source line that it is executing."""
     lines = []
     for report in reports:
         what = "in a call" if report["collectives"] is None else "no collective yet"
@@ -96,7 +96,7 @@ def table(reports: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
-    """Explain in one sentence why the ranks wait, and name the rank that causes it.
+    """Explain in one sentence why the ranks wait, naming the rank at fault if there is one.
 
     Args:
         reports: result of `read_reports`.
@@ -151,7 +151,7 @@ def _numbers(ranks: Iterable[int]) -> str:
 
 
 def process_state(pid: int) -> str:
-    """Return the state of a process on this machine that wrote no report."""
+    """Return the state of a local process that wrote no report."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -161,7 +161,7 @@ def process_state(pid: int) -> str:
 
 
 def install(folder: Path) -> int:
-    """Install a SIGUSR1 handler, which writes a report once the main thread executes Python code.
+    """Install a SIGUSR1 handler, which writes a report when the main thread next runs Python code.
 
     Returns:
         A file descriptor from which `answer` reads the signals.
@@ -179,7 +179,7 @@ def install(folder: Path) -> int:
 
 
 def answer(descriptor: int, folder: Path) -> None:
-    """Write a report from another thread if the main thread does not handle SIGUSR1."""
+    """Write a report from another thread if the main thread does not handle SIGUSR1 in time."""
     asked = time.time()
     if signal.SIGUSR1 not in os.read(descriptor, 100) or not dist.is_initialized():
         return
@@ -195,15 +195,15 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
 
     Args:
         folder: OUT/hang.
-        error: exception of a time-out or a lost connection.
-        store: contains the host and the process ID of each rank.
+        error: exception raised by a time-out or a lost connection.
+        store: contains each rank's host and process ID.
 
     Returns:
         The lines of `table`, followed by the sentence from `explain`.
     """
     if store is None:
         return []
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # keep the report with the line of the error
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # keep the report with the error's line
     began = time.time() - 2  # all ranks time out within two seconds of each other
     write_report(folder, traceback.extract_tb(error.__traceback__), collectives=True)
     try:

@@ -1,7 +1,7 @@
 """A dataset that reads a folder of images as bytes, with reproducible random crops.
 
-The seed, the epoch and the index of an image determine its crop, so crops do not depend on ranks,
-loader workers or interruptions.
+The seed, the epoch and an image's index determine its crop, so crops do not depend on the number
+of ranks or loader workers, or on interruptions.
 """
 
 import os
@@ -31,7 +31,7 @@ NO_CLASSES |= {"$RECYCLE.BIN", "System Volume Information", "__MACOSX", "lost+fo
 class ImageFolder(datasets.ImageFolder):
     """torchvision's ImageFolder with images as bytes [3, size, size] and reproducible crops.
 
-    A key (epoch, index) returns a random crop. A plain index returns the center, for evaluation.
+    A key (epoch, index) selects a random crop; a plain index selects the center crop.
 
     Args:
         root: folder with one subfolder of images per class.
@@ -60,7 +60,7 @@ class ImageFolder(datasets.ImageFolder):
 
     @property
     def columns(self) -> dict[str, list[str]]:
-        """The column of image paths for `predictions.csv`."""
+        """The image paths, as a column for `predictions.csv`."""
         return {"file": [readable(path) for path, _ in self.samples]}
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
@@ -131,7 +131,7 @@ def readable(path: str | Path) -> str:
 
 
 def _class_folders(root: str | Path) -> dict[str, str]:
-    """Return the class folders, sorted by name. Names are NFC, because macOS may decompose them."""
+    """Return the class folders, sorted by name. Names are in NFC; macOS may decompose them."""
     folders: dict[str, str] = {}
     for entry in list(os.scandir(root)):
         if entry.is_symlink() and not Path(entry.path).exists():

@@ -19,7 +19,7 @@ from common.launch import UserError
 from common.rank import cores, print0
 from common.sampler import ResumableSampler
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # statistics of ImageNet in [0, 1]
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's statistics; pixels in [0, 1]
 DUMMY_STEPS = 100  # steps per epoch with --dummy
 
 
@@ -63,7 +63,7 @@ def image_loaders(
         batch_size: samples per replica and step.
         image_size: height and width of the images, in pixels.
         seed: seed of the sample order and the crops.
-        workers: loader processes of this rank; -1 means its number of cores minus one.
+        workers: this rank's loader processes; -1 means its number of cores minus one, at most 16.
         rank: index of this data-parallel replica; default: the global rank.
         replicas: number of data-parallel replicas; default: the world size.
         dummy: use random pixels, to measure the speed of training without files.
@@ -71,7 +71,7 @@ def image_loaders(
         timeout: maximum wait for a loader worker, in seconds.
 
     Raises:
-        UserError: the files differ between nodes; see also `ImageFolder`.
+        UserError: the files differ between nodes, or have one class; see also `ImageFolder`.
     """
     train: Any
     test: Any

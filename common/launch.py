@@ -36,7 +36,7 @@ INIT_METHOD = "INIT_METHOD"  # environment variable: `start` passes the init met
 
 
 class UserError(Exception):
-    """An error that the user can fix; its message states what is wrong, then the fix.
+    """An error that the user can fix; its message states what is wrong and how to fix it.
 
     The message is printed once per job, without a traceback, and every rank exits with code 2.
     """
@@ -78,7 +78,7 @@ class RunArgs:
 
 @dataclass(frozen=True)
 class NodeArgs(RunArgs):
-    """The shared flags, and the flags of pytorch/examples for several nodes."""
+    """The shared flags, and the multi-node flags from pytorch/examples."""
 
     world_size: Annotated[int, arg(metavar="NODES")] = 1
     """Number of nodes; start the program on each with the same --dist-url."""
@@ -93,7 +93,7 @@ class NodeArgs(RunArgs):
 
 
 class Place(NamedTuple):
-    """The ranks and sizes that torchrun defines for a process, and its init method."""
+    """The ranks and world sizes of a process, as torchrun defines them, and its init method."""
 
     rank: int
     local_rank: int
@@ -109,14 +109,14 @@ def launched() -> bool:
 
 
 def place(args: RunArgs, local_rank: int) -> Place:
-    """Return the ranks and sizes of this process, and export them as torchrun's variables.
+    """Return this process's ranks and world sizes, and export them in torchrun's variables.
 
     Args:
         args: the flags.
         local_rank: index of this process on its machine.
 
     Raises:
-        UserError: the variables of the launcher are incomplete.
+        UserError: the launcher's environment variables are incomplete.
     """
     env = os.environ
     if env.get("RANK") and env.get("WORLD_SIZE"):
@@ -166,15 +166,15 @@ def _tcp(host: str, port: str) -> str:
 
 
 def start(args_class: type[RunArgs], module: str) -> NoReturn:
-    """Read the flags, run the ranks of this machine, and exit with their exit code.
+    """Read the flags, run the ranks on this machine, and exit with their exit code.
 
     Args:
-        args_class: the flags, a frozen dataclass.
+        args_class: frozen dataclass that defines the flags.
         module: module with `main(args)`, which starts the ranks, and `main_worker(local_rank,
-            args)`, which runs one. Since it imports torch, it is imported after reading the flags.
+            args)`, which runs one. It imports torch, so it is imported after the flags are read.
     """
     args = read_args(args_class, module.removesuffix(".train"))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback
     if launched():
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
         importlib.import_module(module).main_worker(local_rank, args)
@@ -245,7 +245,7 @@ def one_line_errors() -> Generator[None]:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit without freeing all Python objects, because that would take 1.5 s."""
+    """Exit without freeing all Python objects, because freeing them would take 1.5 s."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -258,7 +258,7 @@ def _start_fork_server(module: str) -> None:
     """
     multiprocessing.set_forkserver_preload([module, "torch._dynamo"])
     # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
-    # the ranks. The helpers inherit the ignored and blocked signals that are set here.
+    # the ranks. The helpers inherit the ignored signal and the signal mask set here.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     resource_tracker.ensure_running()  # before the mask, because ensure_running unblocks signals
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -274,9 +274,9 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
     stopped_at = list[float]()
 
     def forward(signum: int, _: FrameType | None) -> None:
-        """Forward a signal, so that the ranks save and exit; a second signal kills them.
+        """Forward a signal. On a stop signal, the ranks save and exit; a second one kills them.
 
-        Signals within one second count as one, because both the terminal and a parent send Ctrl-C.
+        Signals within one second count as one: the terminal and a parent may both send SIGINT.
         """
         signal_now = signum
         if signum in STOP_SIGNALS:

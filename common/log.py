@@ -24,13 +24,13 @@ class Log:
     """Logger that writes to the console, metrics.jsonl, TensorBoard and curves.png.
 
     Args:
-        out: folder of the run.
+        out: the run's output folder.
         active: True on rank 0; other ranks print and write nothing.
     """
 
     def __init__(self, out: Path, active: bool) -> None:
         self.out, self.active = out, active
-        self.points: list[dict[str, Any]] = []  # values of the whole run, to draw the curves
+        self.points: list[dict[str, Any]] = []  # values from the whole run, to draw the curves
         self._unwritten: list[dict[str, Any]] = []
         self._events: Any = None
         tqdm.set_lock(threading.RLock())  # tqdm's default semaphore would outlive a killed process
@@ -58,7 +58,7 @@ class Log:
         self.out.mkdir(parents=True, exist_ok=True)
         text = "".join(json.dumps(point) + "\n" for point in self.points)
         (self.out / "metrics.jsonl").write_text(text)
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, on rank 0 only
+        from torch.utils.tensorboard import SummaryWriter  # takes a second; only rank 0 needs it
 
         purge = step + 1 if step else None  # this run repeats the events after `step`
         self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=purge)
@@ -81,7 +81,7 @@ class Log:
         self._bar.update(0)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the values of a step under the names that TensorBoard shows."""
+        """Record values for a step, under the names that TensorBoard shows."""
         if self.active:
             self._unwritten.append({"step": step, **values})
 
@@ -121,14 +121,14 @@ class Log:
 
 
 def read_points(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl; after a kill, the last line may be incomplete."""
+    """Parse the complete lines of metrics.jsonl; after a kill, the last line may be incomplete."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     """Plot the losses against the steps, and the other metrics below them."""
-    import matplotlib as mpl  # importing it takes 1.5 s with pandas
+    import matplotlib as mpl  # importing it and pandas takes 1.5 s
 
     mpl.use("Agg")
     mpl.rcParams["text.parse_math"] = False  # names may contain dollar signs

@@ -14,8 +14,8 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     """Return a context in which matrix products and convolutions run in the given precision.
 
     Args:
-        precision: fp32, bf16, fp16, or auto: bf16 if the device supports it natively, else fp32.
-        device: device of this rank.
+        precision: fp32, bf16, fp16, or auto (bf16 if the device supports it natively, else fp32).
+        device: this rank's device.
 
     Raises:
         UserError: bf16 was requested on a GPU that only emulates it.
@@ -35,7 +35,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 def set_kernels(deterministic: bool, device: torch.device) -> None:
     """Disable TF32 on CUDA, and select fast or deterministic kernels.
 
-    By default, torch uses TF32 only in cuDNN's convolutions.
+    By default, torch uses TF32 only in cuDNN, for convolutions and RNNs.
     """
     if device.type != "cuda":
         return

@@ -1,6 +1,6 @@
 """Initialize a rank and report its errors.
 
-`init_distributed` runs the usual first lines of a torch program:
+`init_distributed` runs the usual first lines of a distributed program:
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl")
@@ -41,10 +41,10 @@ import torch.distributed as dist
 from common import hang, rendezvous
 from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserError, place
 
-# Parts of the errors of gloo and NCCL if a process exits or does not respond within --timeout.
+# Substrings of gloo and NCCL errors when a process exits or does not respond within --timeout.
 LOST_WORDS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out", "imeout"),
-    "wait timeout after",  # gloo: the store lacks the address of a rank
+    "wait timeout after",  # gloo: a rank's address is missing from the store
     *("Failed to recv", "remote process exited", "communicator was aborted"),
 )
 
@@ -53,8 +53,8 @@ class Stopped(BaseException):
     """Raised when a signal stops the run; not an `Exception`, because libraries catch those.
 
     Args:
-        signum: number of the signal; the exit code is 128 + signum.
-        saved: message about the checkpoint.
+        signum: signal number; the exit code is 128 + signum.
+        saved: message that names the saved checkpoint.
     """
 
     def __init__(self, signum: int, saved: str = "nothing to save") -> None:
@@ -63,7 +63,7 @@ class Stopped(BaseException):
 
 
 def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
-    """Join the process group and return the device of this rank. Every rank calls this.
+    """Join the process group and return this rank's device. Every rank calls this.
 
     Raises:
         UserError: the device or the backend is not available.
@@ -83,7 +83,7 @@ def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
 
 
 def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
-    """Return the device and the backend of this rank, and set its number of CPU threads.
+    """Return this rank's device and backend, and set its number of CPU threads.
 
     Raises:
         UserError: the device or the backend is not available.
@@ -112,7 +112,7 @@ def _threads(here: Place) -> int:
     """Return OMP_NUM_THREADS if the user set it, otherwise the number of cores per rank.
 
     More threads than cores slow a rank down. The number of threads affects the last bits of a sum,
-    so it must not depend on the launcher. torchrun sets OMP_NUM_THREADS=1 for several local ranks.
+    so it must not depend on the launcher: torchrun's default, OMP_NUM_THREADS=1, is ignored.
     """
     threads = os.environ.get("OMP_NUM_THREADS", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1
@@ -122,7 +122,7 @@ def _threads(here: Place) -> int:
 
 
 def cores() -> int:
-    """Return the number of usable CPU cores, given the affinity and the container's quota."""
+    """Return the number of CPU cores that the affinity and the container's quota allow."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError, ValueError):  # "max" means no quota
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -171,11 +171,11 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             received = list[int]()
             for signum in STOP_SIGNALS:  # the launcher now stops all ranks
                 signal.signal(signum, lambda signum, _: received.append(signum))
-            # Limit the time, because requests block for --timeout if the store's host has exited.
+            # Limit the time: if the store's host has exited, each request blocks for --timeout.
             threading.Timer(30, os._exit, (LOST,)).start()
             message, code = _explain(error, reports)
         if rendezvous.joined is None and local_rank > 0:
-            # All ranks of this machine fail in the same way. Local rank 0 reports the error; then
+            # All ranks on this machine fail in the same way. Local rank 0 reports the error; then
             # the launcher stops this process.
             for signum in STOP_SIGNALS:
                 signal.signal(signum, lambda *_: os._exit(code))
@@ -207,7 +207,7 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
 
     Args:
         error: exception that `main_worker` raised.
-        reports: folder of the hang reports.
+        reports: folder that contains the hang reports.
     """
     if isinstance(error, UserError):  # a loader worker's message follows its traceback
         return f"error: {str(error).splitlines()[-1].split('UserError: ')[-1]}", 2
@@ -226,15 +226,15 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
 
 
 def _claim_error_report() -> bool:
-    """Return True if no other rank has reported an error, because the first error is the cause.
+    """Return True if no other rank has reported an error; later errors are only consequences.
 
-    Under torchrun every node reports, because each pod has its own log.
+    Under torchrun, one rank per node reports, because each pod has its own log.
     """
     store, own_id = rendezvous.joined, secrets.token_hex(8)
     key = f"error/{os.environ.get('GROUP_RANK', '')}"
     with contextlib.suppress(RuntimeError):
         return store is None or store.compare_set(key, "", own_id) == own_id.encode()
-    return True  # the host of the store has exited: reporting twice is better than not at all
+    return True  # the store's host has exited: reporting twice is better than not at all
 
 
 def _watch(agent: int, signals: int, reports: Path) -> None:

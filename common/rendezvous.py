@@ -41,7 +41,7 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
 
 
 def linger(store: dist.Store, rank: int) -> None:
-    """Wait one second before the store's host exits, so that other ranks can read the error."""
+    """Wait one second if this rank hosts the store, so that other ranks can read the error."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore) and _is_host(rank):
@@ -84,9 +84,9 @@ def _await_host(host: str, port: int, seconds: float) -> None:
 
 
 def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
-    """Join this attempt of the job; return a view of the store that only its ranks use.
+    """Join the current attempt to run the job; return a view of the store for its ranks only.
 
-    torchrun keeps one store for all restarts, and the store still contains the addresses of exited
+    torchrun keeps one store across all restarts, so it still contains the addresses of exited
     processes. Each process therefore registers under a random ID, and rank 0 publishes the list of
     IDs. Once every rank has acknowledged a list, that list defines the job.
     """

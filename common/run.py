@@ -37,17 +37,17 @@ class Run:
     """Bookkeeping for a training loop: resume, save, stop all ranks together, and log.
 
     `Run` never calls the model, the loss, backward or the optimizer. Every rank creates a `Run`
-    after all other objects, and calls its methods.
+    after the objects whose state it restores, and calls its methods.
 
     Args:
         args: the flags.
-        device: device of this rank.
+        device: this rank's device.
         what: description of the model or the data, printed in the first line.
         replicas: number of data-parallel replicas; default: the number of ranks.
-        about: metadata of best.safetensors, as plain values. The class names in `classes` are
-            compared with the class names of the weights to resume from.
-        parts: the state of the run by name; `model` is required. Each part has `state_dict()`,
-            which every rank calls, and `load_state_dict()`. Parts that are None are skipped.
+        about: metadata for best.safetensors, as plain values. The class names in `classes` are
+            compared with the class names saved with the weights to resume from.
+        parts: objects to save and restore, by name; `model` is required. Each has
+            `state_dict()`, which every rank calls, and `load_state_dict()`; None is skipped.
 
     Raises:
         UserError: the checkpoint is damaged or does not match, or another run uses --out.
@@ -64,7 +64,7 @@ class Run:
         **parts: Any,
     ) -> None:
         self.args, self.device = args, device
-        self.about = json.loads(json.dumps(about or {}))  # tuples become lists, like after loading
+        self.about = json.loads(json.dumps(about or {}))  # tuples become lists, as after loading
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         set_kernels(args.deterministic, device)
         self.autocast = autocast(args.precision, device)
@@ -77,8 +77,8 @@ class Run:
         self.best: float | None = None
         self.metrics: dict[str, float] = {}
         self.flags = json.loads(json.dumps(asdict(args), default=str))  # plain values
-        self._losses: list[Tensor] = []  # losses of the latest steps on this rank
-        self._loss_sum, self._loss_count = 0.0, 0  # losses of this epoch
+        self._losses: list[Tensor] = []  # this rank's losses, not yet averaged
+        self._loss_sum, self._loss_count = 0.0, 0  # of this epoch's losses
         self._epochs, self._speed = args.epochs, 0.0
         self._began = time.perf_counter()
         self._log = Log(args.out, active=self.rank == 0)
@@ -87,7 +87,7 @@ class Run:
         self._greet(what, replicas)
         self._resume()
         self._log.open(self.step)
-        dist.barrier()  # no rank continues before rank 0 has moved an earlier run
+        dist.barrier()  # no rank continues before rank 0 has moved an earlier run's files
         self._signum, self._next_exchange = 0, self.step
         self._message = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
@@ -143,7 +143,7 @@ class Run:
         elif resume != "no" and Path(resume).suffix == ".pt":
             found = Path(resume), checkpoint.load(Path(resume))
         if found is not None and "parts" not in found[1]:
-            found = None  # a state dict
+            found = None  # a state dict, not a checkpoint
         self._check_same_step(found[1]["step"] if found else None)
         if found is not None:
             self._load_checkpoint(*found)
@@ -235,14 +235,14 @@ class Run:
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
-            # Loader workers draw other random numbers on each rank, but the same after resuming.
+            # Loader workers draw different random numbers per rank, but the same after resuming.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
             self.warn(f"{name} was frozen when DDP was created, so its gradient is not averaged")
         total, first = len(loader), self.batch
         random = checkpoint.random_state()
-        if first:  # a sampler may draw the order of the epoch from the global generator
+        if first:  # a sampler may draw the epoch's order from the global generator
             checkpoint.restore_random_state(self._epoch_random)
         else:
             self._epoch_random = random
@@ -282,7 +282,7 @@ class Run:
         self.print0(f"wrote a trace of {self.args.profile} steps to {folder}")
 
     def log(self, loss: Tensor) -> None:
-        """Store this rank's mean loss of a step. Reading it now would wait for the device."""
+        """Store this rank's mean loss for a step. Reading it now would wait for the device."""
         self._losses.append(loss.detach())
 
     def _average_losses(self) -> float:
@@ -301,7 +301,7 @@ class Run:
         return losses[-1].item()
 
     def end_epoch(self, metrics: Mapping[str, float], score: float) -> bool:
-        """Print and record metrics, keep the best model, and save. Every rank calls this.
+        """Record metrics, keep the best model, and save a checkpoint. Every rank calls this.
 
         Args:
             metrics: values for the whole test set, equal on all ranks. The first two are printed.
@@ -318,7 +318,7 @@ class Run:
         self.scalars(self.step, {names[name]: value for name, value in metrics.items()})
         shown = "  ".join(
             f"test loss {value:.3g}" if name == "loss" else f"{name} {value:.4g}"
-            for name, value in list(metrics.items())[:2]  # the line fits 80 columns
+            for name, value in list(metrics.items())[:2]  # the line fits in 80 columns
         )
         loss = self._loss_sum / max(1, self._loss_count)
         self.print0(

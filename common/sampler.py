@@ -17,7 +17,7 @@ class ResumableSampler(DistributedSampler[Any]):
     _skipped = 0
 
     def skip(self, samples: int) -> None:
-        """Skip the first `samples` samples of this rank in the next iteration.
+        """Skip this rank's first `samples` samples in the next iteration.
 
         Later iterations start at the first sample.
         """
