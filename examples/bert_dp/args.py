@@ -15,7 +15,7 @@ REVIEWS = Path(__file__).with_name("reviews.csv")
 
 @dataclass(frozen=True)
 class TextArgs:
-    """The flags of train.py and trainer.py."""
+    """The flags that train.py and trainer.py share."""
 
     csv: Path = REVIEWS
     """csv file with the columns label (0 or 1) and review."""
@@ -28,7 +28,7 @@ class TextArgs:
 
     @property
     def peak_lr(self) -> float:
-        """Peak learning rate; the default of the model if --lr is 0."""
+        """Peak learning rate; the model's default if --lr is 0."""
         return self.lr or (5e-4 if self.model == "small" else 2e-5)
 
 

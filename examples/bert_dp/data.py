@@ -116,7 +116,7 @@ def refuse_lfs_pointer(path: Path) -> None:
 def split(reviews: Reviews, seed: int) -> list[Subset[tuple[str, int]]]:
     """Split the reviews: return 90% for training and 10% for validation.
 
-    The split is random, because the usual file is sorted by label.
+    The split is random, because review files are usually sorted by label.
     """
     return random_split(reviews, [0.9, 0.1], torch.Generator().manual_seed(seed))
 

@@ -15,7 +15,7 @@ from common.launch import UserError
 from .data import ID2LABEL, refuse_lfs_pointer
 
 LABELS: Any = {"id2label": ID2LABEL, "label2id": {name: label for label, name in ID2LABEL.items()}}
-# Longer words become [UNK]. A Thai sentence is one word, so the default of 100 is too low.
+# Longer words become [UNK]. The default is 100 characters, but a Thai sentence is one word.
 LONGEST_WORD = 1_000_000
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -34,7 +34,7 @@ def build(
 def pretrained(
     folder: Path, max_length: int, new_head: bool = True
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
-    """Load a BERT from a local folder, without network access and without executing its code.
+    """Load a BERT from a local folder, without network access and without executing code.
 
     Args:
         folder: contains config.json, weights, and vocab.txt or tokenizer.json.
@@ -83,7 +83,7 @@ def pretrained(
     if len(tokenizer) > rows:  # embeddings may be padded
         text = f"the vocabulary of --model {folder} has {len(tokenizer)} tokens"
         raise UserError(f"{text}, but the model has embeddings for {rows}; use its own vocabulary")
-    # `loaded` would be saved with the parameter names of its file, such as LayerNorm.gamma. The
+    # `loaded` would be saved with the parameter names from its file, such as LayerNorm.gamma. The
     # Trainer would not find these names when it loads the best model.
     model = BertForSequenceClassification(config)
     model.load_state_dict(loaded.state_dict())
@@ -97,7 +97,7 @@ def small(
 
     WordPiece splits a word into its first character c and continuations ##c; a word with an
     unknown character becomes [UNK]. The tokenizer's rules define the words: a Chinese character is
-    a word, while Korean and Japanese characters and emoji form longer words.
+    a word, while Korean syllables, Japanese kana and emoji form longer words.
     """
     rules = BertTokenizer(strip_accents=False).backend_tokenizer  # otherwise, 한 and が are split
     characters, inside = set[str](), set[str]()
@@ -116,7 +116,7 @@ def small(
         num_attention_heads=2,
         intermediate_size=512,
         max_position_embeddings=max_length,
-        hidden_dropout_prob=0.0,  # drawing the masks would take a fifth of the training time
+        hidden_dropout_prob=0.0,  # drawing dropout masks would take a fifth of the time
         attention_probs_dropout_prob=0.0,
         **LABELS,
     )

@@ -53,7 +53,7 @@ class Classifier(nn.Module):
 
 
 def main(args: Args) -> None:
-    """Start the ranks of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
@@ -71,7 +71,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     bert, tokenizer = build(args.model, texts, args.max_length)
     bert.to(device)
     torch.manual_seed(args.seed + rank)  # dropout differs between ranks
-    sampler = DistributedLengthGroupedSampler(  # batches of similar lengths need little padding
+    sampler = DistributedLengthGroupedSampler(  # reviews of similar lengths need little padding
         args.batch_size, lengths=[len(t) for t in texts], seed=args.seed, drop_last=True
     )
     batch_size = local_batch_size(args.batch_size, world_size)
@@ -101,7 +101,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             # if chunks have different sizes: 4 devices split 5 reviews into 2, 2 and 1.
             loss = F.cross_entropy(logits, labels)
             optimizer.zero_grad()
-            loss.backward()  # adds up the gradients of the replicas in `bert`
+            loss.backward()  # adds up the replicas' gradients in `bert`
             if world_size > 1:  # DistributedDataParallel cannot wrap a DataParallel
                 all_reduce_mean(p.grad for p in bert.parameters() if p.grad is not None)
             nn.utils.clip_grad_norm_(bert.parameters(), 1.0)

@@ -12,7 +12,7 @@ LATENT = 32  # length of the noise vector from which an image is generated
 
 
 def make_generator(size: int) -> nn.Module:
-    """Return a network from noise [N, LATENT] to images [N, 1, size, size] in [-1, 1].
+    """Return a network that maps noise [N, LATENT] to images [N, 1, size, size] in [-1, 1].
 
     Raises:
         UserError: the size is not a multiple of 4.
@@ -34,7 +34,7 @@ def make_generator(size: int) -> nn.Module:
 
 
 def make_discriminator(size: int, norm: nn.Module | None = None) -> nn.Module:
-    """Return a network from images [N, 1, size, size] to logits [N], positive for real images.
+    """Return a network that maps images [N, 1, size, size] to logits [N], positive for real ones.
 
     Args:
         size: height and width of the images, a multiple of 4.

@@ -27,7 +27,7 @@ def save_samples(images: Tensor, path: Path) -> None:
 def frechet_distance(x: Tensor, y: Tensor) -> float:
     """Return the Frechet distance between two sets of images [N, 1, S, S].
 
-    This is the formula of the FID (https://arxiv.org/abs/1706.08500), with Gaussians fitted to the
+    This is the FID's formula (https://arxiv.org/abs/1706.08500), with Gaussians fitted to the
     pixels instead of a network's features.
     """
     x, y = x.flatten(1).double(), y.flatten(1).double()

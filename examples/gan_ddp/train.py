@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 -m examples.gan_ddp            # started by torchrun
     python -m examples.gan_ddp.further.break_the_rule          # common mistakes
 
-DDP prepares the averaging of gradients in a forward and completes it in the next backward.
+DDP prepares to average gradients in a forward, and averages them in the next backward.
 Therefore, the discriminator gets real and generated images in one batch, and the generator's loss
 is computed with the unwrapped discriminator.
 """
@@ -32,7 +32,7 @@ from .samples import frechet_distance, generate, save_samples
 
 
 def main(args: Args) -> None:
-    """Start the ranks of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
@@ -84,12 +84,12 @@ def main_worker(local_rank: int, args: Args) -> None:
 
             with run.autocast:
                 fake = generator(noise).float()  # the generator's only forward
-                # The discriminator's only forward; detach keeps its loss away from the generator.
+                # The discriminator's only forward; detach keeps gradients out of the generator.
                 logits = discriminator(torch.cat([real, fake.detach()])).float()  # [2 B / W]
             on_real, on_fake = logits.split(local_batch)
             loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
             optimizer_d.zero_grad()
-            loss.backward()  # the only backward of the discriminator: DDP averages its gradients
+            loss.backward()  # the discriminator's only backward: DDP averages its gradients
             optimizer_d.step()
 
             # Unwrap and freeze the discriminator: DDP would send its gradients, which are unused.

@@ -1,4 +1,4 @@
-"""The flags of imagenet_ddp, which include the flags of pytorch/examples `imagenet/main.py`."""
+"""The flags of imagenet_ddp, including those of `imagenet/main.py` from pytorch/examples."""
 
 from dataclasses import dataclass
 from pathlib import Path

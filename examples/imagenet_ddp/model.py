@@ -1,4 +1,4 @@
-"""Model, pretrained weights, learning-rate schedule and weight average of imagenet_ddp."""
+"""Model, pretrained weights, learning-rate schedule and weight average for imagenet_ddp."""
 
 import difflib
 import math
@@ -23,7 +23,7 @@ from .args import Args
 
 
 def options(args: Args) -> dict[str, Any]:
-    """Return the arguments of `torchvision.models.get_model` for --arch and --image-size."""
+    """Return arguments for `torchvision.models.get_model` that suit --arch and --image-size."""
     if args.arch.startswith("vit_"):
         return {"image_size": args.image_size}
     if args.arch.startswith("maxvit"):
@@ -34,7 +34,7 @@ def options(args: Args) -> dict[str, Any]:
 
 
 def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
-    """Build the model of --arch on the device. Every rank calls this.
+    """Build the model that --arch names, on the device. Every rank calls this.
 
     Raises:
         UserError: the model does not exist, or --sync-bn is used without CUDA.
@@ -58,7 +58,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
     weights: Any = models.get_model_weights(args.arch)["DEFAULT"]
     first = os.environ["LOCAL_RANK"] == "0"
     if not first:
-        dist.barrier()  # the first process of the node downloads the file
+        dist.barrier()  # the first process on the node downloads the file
     try:
         loaded = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
@@ -99,7 +99,7 @@ def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
 
 
 def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
-    """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then half a cosine to 0.
+    """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then a half cosine to 0.
 
     Raises:
         UserError: --batch-size, --accumulate or --start-epoch has an invalid value.
@@ -130,7 +130,7 @@ class ExponentialAverage(AveragedModel):
     """Exponential moving average of weights that does not make the host wait for the GPU.
 
     In each update, AveragedModel copies the number of updates to the device and waits for the copy.
-    The average starts with the weights after the first step; later steps keep `decay` of it.
+    The average starts with the weights after step 1; each later step keeps the fraction `decay`.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -1,6 +1,6 @@
-"""imagenet_ddp: train any torchvision model on a folder of images with DDP; model.py builds it.
+"""imagenet_ddp: train a torchvision classifier on a folder of images with DDP; model.py builds it.
 
-The command lines of pytorch/examples `imagenet/main.py` work here, with or without GPUs.
+Command lines for `imagenet/main.py` from pytorch/examples work here, with or without GPUs.
 
     python -m examples.imagenet_ddp --nproc 2                         # digits, enlarged
     python -m examples.imagenet_ddp -a resnet50 DIR                   # DIR/{train,val}/CLASS/*
@@ -35,7 +35,7 @@ from .model import options as model_options
 
 
 def main(args: Args) -> None:
-    """Start the ranks of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 

@@ -1,4 +1,4 @@
-"""Compare algorithms that sum over the ranks, and their costs.
+"""Compare algorithms that sum a tensor over the ranks, and their costs.
 
     python -m examples.manual_allreduce_sgd.allreduce --nproc 2
 
@@ -7,8 +7,8 @@
 | `recursive_doubling` | log2(W) S | log2(W), 2 more unless W is a power of 2 | small tensors |
 | `ring_all_reduce` in train.py | 2 (W - 1) / W S | 2 (W - 1) | large tensors |
 
-Each algorithm gives all ranks the same bits. The algorithms add in different orders, so their
-results are equal only up to rounding.
+Each algorithm gives all ranks bit-identical results. The algorithms add in different orders, so
+their results are equal only up to rounding.
 """
 
 import statistics
@@ -65,7 +65,7 @@ def average_each_gradient(model: nn.Module) -> None:
 
 
 def milliseconds(function: Callable[..., object], *args: object) -> float:
-    """Return the median time of a call. Every rank calls this."""
+    """Return the median time of a call in milliseconds. Every rank calls this."""
     times = []
     for _ in range(6):
         dist.barrier()

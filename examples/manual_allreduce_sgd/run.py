@@ -2,8 +2,8 @@
 
     python -m examples.manual_allreduce_sgd.run
 
-tour.py, allreduce.py and the programs in further/ start their ranks with `launch`. `common.launch`,
-which train.py uses, also works with torchrun, several nodes and GPUs.
+tour.py, allreduce.py and most programs in further/ start their ranks with `launch`.
+`common.launch`, which train.py uses, also works with torchrun, several nodes and GPUs.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Show the tensors of each rank before and after each call of torch.distributed.
+"""Show each rank's tensors before and after each torch.distributed call.
 
 python -m examples.manual_allreduce_sgd.tour              # with 4 processes
 python -m examples.manual_allreduce_sgd.tour --nproc 2
@@ -29,7 +29,7 @@ def text(value: object) -> str:
 
 
 def show(call: str, before: str, after: object) -> None:
-    """Print the values of all ranks before and after a call. Every rank calls this."""
+    """Print all ranks' values before and after a call. Every rank calls this."""
     rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((before, text(after)), rows)
     if rows is not None:
@@ -73,8 +73,8 @@ def one_to_all(rank: int, world_size: int) -> None:
 
 
 def collect(rank: int, world_size: int) -> None:
-    """Collect the values of all ranks, ordered by rank, on rank 0 or on all ranks."""
-    # all_gather fills existing tensors, one for each rank of the world (not of the node).
+    """Collect the values from all ranks, ordered by rank, on rank 0 or on all ranks."""
+    # all_gather fills existing tensors, one for each rank in the job, not only on this node.
     blanks = [numbers(-1) for _ in range(world_size)]
     dist.all_gather(blanks, numbers(10 * rank))
     show("all_gather", text(numbers(10 * rank)), blanks)
@@ -104,7 +104,7 @@ def reductions(rank: int, world_size: int) -> None:
 
     parts = [numbers(10 * peer + rank) for peer in range(world_size)]
     received = numbers(-1)
-    dist.reduce_scatter(received, parts)  # the first half of a ring; all_gather is the second half
+    dist.reduce_scatter(received, parts)  # half of a ring all-reduce; all_gather is the rest
     show("reduce_scatter(SUM)", text(parts), received)
 
 

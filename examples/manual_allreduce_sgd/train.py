@@ -32,7 +32,7 @@ def ring_all_reduce(tensor: Tensor) -> None:
     In each of 2 (W - 1) steps, a rank sends one of W chunks to its right neighbor and receives one
     from its left neighbor. In the first half (reduce-scatter), the received chunk is added to the
     local chunk, until rank r has the sum of chunk r + 1. In the second half (all-gather), sums
-    replace the chunks. A rank sends 2 (W - 1) / W times the size of the tensor, the minimum
+    replace the chunks. A rank sends 2 (W - 1) / W times the tensor's size, the minimum
     (https://doi.org/10.1016/j.jpdc.2008.09.002).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -69,7 +69,7 @@ def partition_dataset(samples: Tensor, batch_size: int) -> list[tuple[Tensor, in
 
 
 def main(args: Args) -> None:
-    """Start the ranks of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 

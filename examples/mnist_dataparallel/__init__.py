@@ -1,1 +1,1 @@
-"""MNIST with nn.DataParallel: one process trains on several devices."""
+"""Digits with nn.DataParallel: one process trains on several devices."""

@@ -11,7 +11,7 @@
 
 Steps 1 to 5 are `EightSteps.forward`. Steps 6 and 7 are `EightSteps._backward`, which
 `loss.backward()` calls. In torch, autograd derives steps 6 and 7 from steps 2, 3 and 5. It has one
-thread per CUDA device but only one for all CPU replicas, so `EightSteps` uses its own threads.
+thread per CUDA device but only one for all CPU replicas, so on CPUs `EightSteps` uses its own.
 """
 
 import copy
@@ -50,7 +50,7 @@ class EightSteps(nn.Module):
             if devices and tensor.device != devices[0]:
                 raise RuntimeError(f"{name} is on {tensor.device} instead of {devices[0]}")
         self.module, self.devices, self.log = module, list(devices), log
-        # The threads of all replicas share the cores of the process.
+        # All replica threads share the process's cores.
         count = max(1, len(devices))
         cores = max(1, torch.get_num_threads() // count)
         self._threads = ThreadPoolExecutor(count, "replica", torch.set_num_threads, (cores,))
@@ -91,7 +91,7 @@ class EightSteps(nn.Module):
         chunks = [chunk.to(x.device) for chunk, x in zip(chunks, outputs, strict=True)]
         if self.devices[0].type == "cpu":
             self._in_threads(torch.autograd.backward, outputs, chunks)
-        else:  # this runs in autograd's thread of device 0; other threads would wait for it
+        else:  # this runs in autograd's thread for device 0; other threads would wait for it
             torch.autograd.backward(outputs, chunks)
         self.show("6 loss, scatter its gradient, backward, one thread per device", chunks)
 
@@ -143,7 +143,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 @torch.no_grad()
 def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
-    """Add the gradients of all replicas to the first replica's gradients, in order."""
+    """Add the other replicas' gradients to the first replica's gradients, in order."""
     for parameter, *copies in zip(*(replica.parameters() for replica in replicas), strict=True):
         for gradient in (each.grad for each in copies if each.grad is not None):
             moved = gradient.to(parameter.device)
@@ -151,6 +151,6 @@ def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
 
 
 def flat_state(module: nn.Module) -> Tensor:
-    """Return a tensor with as many elements as all parameters and buffers, without a copy."""
+    """Return a tensor as long as all parameters and buffers together, without a copy."""
     state = [*module.parameters(), *module.buffers()]
     return state[0].detach().flatten()[:1].expand(sum(tensor.numel() for tensor in state))

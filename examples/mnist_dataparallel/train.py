@@ -1,7 +1,7 @@
 """mnist_dataparallel: train with `nn.DataParallel`; eight_steps.py does the same by hand.
 
     python -m examples.mnist_dataparallel                           # all GPUs, or 2 CPU threads
-    python -m examples.mnist_dataparallel --explain                 # the eight steps, printed
+    python -m examples.mnist_dataparallel --explain                 # prints the eight steps
     python -m examples.mnist_dataparallel --device-ids 0 2          # cuda:0 and cuda:2
     CUDA_VISIBLE_DEVICES=0,2 python -m examples.mnist_dataparallel  # the same two
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel
@@ -89,10 +89,10 @@ def main_worker(local_rank: int, args: Args) -> None:
         for images, labels in run.steps(loader):  # [B / W, 1, S, S], [B / W]
             images, labels = (x.to(device, non_blocking=True) for x in (images, labels))
             logits = parallel(images)  # scatter, replicate, forward in threads, gather
-            # This loss is exact for unequal chunks; the mean of the chunks' mean losses is not.
+            # This loss is exact for unequal chunks; a mean of the chunks' means would not be.
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             optimizer.zero_grad()
-            loss.backward()  # in threads; sums the gradients of the replicas
+            loss.backward()  # in threads; sums the replicas' gradients
             if world_size > 1:  # several machines; DDP cannot wrap DataParallel
                 all_reduce_mean(p.grad for p in model.parameters() if p.grad is not None)
             optimizer.step()

@@ -32,7 +32,7 @@ from .args import Args
 
 
 def main(args: Args) -> None:
-    """Start the processes of this machine if --nproc is above 1."""
+    """Start the processes on this machine if --nproc is above 1."""
     # Otherwise, and under torchrun and srun, `start` (common/launch.py) calls main_worker directly.
     # mp.spawn would import torch again in each process; these are forked from a server that has
     # imported it. The index of the process becomes the first argument.
@@ -46,7 +46,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     device, backend = choose_device(args, here)  # cuda and NCCL, or cpu and gloo
     dist.init_process_group(
         backend,
-        store=wait_for_ranks(here, args.timeout),  # the store in which ranks exchange addresses
+        store=wait_for_ranks(here, args.timeout),  # ranks exchange addresses in this store
         rank=here.rank,
         world_size=here.world_size,
         timeout=timedelta(seconds=args.timeout),
@@ -93,7 +93,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             optimizer.zero_grad()
             with run.autocast:
                 logits = model(images).float()  # [B / W, C]
-            # The mean of the ranks' means is the mean of the global batch.
+            # Local batches have equal sizes, so the mean of the ranks' means is the global mean.
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             loss.backward()  # DDP averages the gradients over the ranks, bucket by bucket
             optimizer.step()

@@ -40,7 +40,7 @@ def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
 
 
 def without_images(loader: Any) -> Any:
-    """Return a loader of the same labels in the same order, with a pixel instead of each image."""
+    """Return a loader for the same labels in the same order, with one pixel per image."""
     folder, pixel = loader.dataset, torch.zeros(1, 3, 1, 1, dtype=torch.uint8)
     labels = InMemoryImages(pixel, torch.tensor(folder.targets), folder.classes)
     return DataLoader(labels, loader.batch_size, sampler=loader.sampler, drop_last=loader.drop_last)

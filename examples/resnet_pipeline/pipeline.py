@@ -21,9 +21,9 @@ Time: in both, a stage works for 2 M columns and waits for 2 (P - 1) columns. Th
 bubble, is (P - 1) / (M + P - 1), so more micro-batches shrink it. They also make each matrix
 product smaller and therefore less efficient, so the best M has to be measured.
 
-Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps the
-activations of all M. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards
-before B0. M can then grow without more memory.
+Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps those
+of all M micro-batches. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards
+before B0. M can therefore grow without using more memory.
 
 Both add up the same gradients in the order of the micro-batches. A step therefore trains the same
 model as the un-split network that accumulates gradients over micro-batches.
@@ -83,7 +83,7 @@ class Pipeline(nn.Module):
     """One stage of a pipeline, which communicates with the previous and the next stage.
 
     Args:
-        stage: layers of this rank, a module with one input and one output tensor.
+        stage: this rank's layers, a module with one input and one output tensor.
         mesh: result of `make_mesh`.
         schedule: gpipe or one_forward_one_backward.
         micro_batches: number M of micro-batches; their sizes differ by at most one sample.
@@ -103,8 +103,8 @@ class Pipeline(nn.Module):
         self.index, self.stages = mesh.get_local_rank("pp"), mesh.size(1)
         self.first, self.last = self.index == 0, self.index == self.stages - 1
         self.actions = schedule(self.index, self.stages, micro_batches)
-        # Activations and gradients have separate groups, because NCCL executes the messages of a
-        # group in the order of its calls. In one group, two neighbors that both send first, one an
+        # Activations and gradients have separate groups, because NCCL executes a group's messages
+        # in the order of the calls. In one group, two neighbors that both send first, one an
         # activation and one a gradient, would wait for each other forever.
         self.activations, self.gradients = mesh.get_group("pp"), new_group(mesh.mesh, timeout)
         self.device = next(stage.parameters()).device
@@ -166,13 +166,13 @@ class Pipeline(nn.Module):
         return y
 
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
-        """Add the gradients of a micro-batch to the parameters' gradients and to `x.grad`."""
+        """Add a micro-batch's gradients to the parameters' gradients and to `x.grad`."""
         with torch.autocast(self.device.type, enabled=False):  # backward uses the forward's types
             y.backward(gradient)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits [B, classes] of images [B, 3, H, W] on every stage, for evaluation.
+        """Return logits [B, classes] for images [B, 3, H, W] on every stage, for evaluation.
 
         Every rank of the pipeline calls this. Only the first stage reads the images.
         """
@@ -228,7 +228,7 @@ class Pipeline(nn.Module):
 
 
 def to_message(x: Tensor) -> Tensor:
-    """Return a contiguous view of channels_last images, or a contiguous copy of other tensors."""
+    """Return channels_last images as a contiguous view; make other tensors contiguous."""
     return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).contiguous()
 
 

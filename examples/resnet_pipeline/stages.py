@@ -1,4 +1,4 @@
-"""Cut a ResNet, a sequence of blocks, into the stages of a pipeline."""
+"""Cut a ResNet, a sequence of blocks, into pipeline stages."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from torchvision.models import get_model
 
 from common.launch import UserError
 
-# GroupNorm normalizes each sample separately. BatchNorm normalizes a micro-batch, so that the model
+# GroupNorm normalizes each sample separately. BatchNorm normalizes a micro-batch, so the model then
 # depends on the numbers of micro-batches and replicas, but not on the number of stages.
 NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 
@@ -20,7 +20,7 @@ def build(arch: str, classes: int, norm: str) -> nn.Module:
 
 
 def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[str]]:
-    """Return the names of the modules of each stage, in the order of the forward pass.
+    """Return each stage's module names, in the order of the forward pass.
 
     A cut is possible where a single tensor passes: before a residual block and before the head. By
     default, stages have equal numbers of residual blocks.
@@ -54,14 +54,14 @@ class Stage(nn.Module):
         super().__init__()
         self.names = names
         for name in names:
-            layer, _, leaf = name.rpartition(".")  # layer1.0 is module 0 of module layer1
+            layer, _, leaf = name.rpartition(".")  # layer1.0 is module 0 in layer1
             if layer and not hasattr(self, layer):
                 self.add_module(layer, nn.Module())
             self.get_submodule(layer).add_module(leaf, model.get_submodule(name))
         self.to(memory_format=torch.channels_last)  # bf16 convolutions are twice as fast
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return activations [B, C', H', W'] or logits [B, classes] for [B, C, H, W]."""
+        """Return activations [B, C', H', W'] or logits [B, classes] for an input [B, C, H, W]."""
         for name in self.names:
             x = self.get_submodule(name)(x.flatten(1) if name == "fc" else x)
         return x

@@ -1,7 +1,7 @@
-"""The state of the un-split model and of its optimizer, by parameter name, gathered on rank 0.
+"""The state of the un-split model and of its optimizer, by parameter name, gathered on stage 0.
 
 Checkpoints therefore do not depend on the cuts: a run with 2 stages can resume with 3 or 1. The
-whole state must fit into the memory of rank 0; `torch.distributed.checkpoint` avoids this.
+whole state must fit into rank 0's memory; `torch.distributed.checkpoint` avoids this.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class WholeModel:
         self.stage.load_state_dict({name: state[name] for name in names})
 
     def copy_to(self, model: nn.Module) -> nn.Module:
-        """Copy the state to the un-split model of each rank; return it. Every rank calls this."""
+        """Copy the state to an un-split model on each rank; return it. Every rank calls this."""
         states = [self.state_dict()]
         dist.broadcast_object_list(states, group=self.pipe, group_src=0)
         model.load_state_dict(states[0])
@@ -57,7 +57,7 @@ class WholeOptimizer:
 
 
 def gather(own: dict[str, Any], pipe: dist.ProcessGroup) -> dict[str, Any]:
-    """Return the entries of all ranks on the first rank, or {} elsewhere. Every rank calls this."""
+    """Return all ranks' entries on the first rank, or {} elsewhere. Every rank calls this."""
     first, size = dist.get_rank(pipe) == 0, dist.get_world_size(pipe)
     states: list[dict[str, Any]] | None = [{}] * size if first else None
     dist.gather_object(own, states, group=pipe, group_dst=0)

@@ -8,7 +8,7 @@
 
 Read two_devices.py first. pipeline.py contains the schedules and messages, and stages.py the cuts.
 Any number of stages trains the same model as the un-split ResNet that accumulates gradients over
-micro-batches. With --norm group, it does not depend on micro-batches and replicas either.
+micro-batches. With --norm group, the numbers of micro-batches and replicas do not matter either.
 """
 
 import torch
@@ -33,7 +33,7 @@ SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
 def main(args: Args) -> None:
-    """Start the ranks of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 

@@ -20,7 +20,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 
 
 class ToyModel(nn.Module):
-    """A minimal model on two devices, from rows [B, 10] to [B, 5]."""
+    """A minimal model on two devices that maps rows [B, 10] to outputs [B, 5]."""
 
     def __init__(self, devices: tuple[str, str]) -> None:
         super().__init__()

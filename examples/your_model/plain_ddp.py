@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
     torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # resumes runs/plain_ddp.pt
 
-Any number of ranks that divides the batch trains the same model, up to rounding. `train.py` also
-trains this model, with a clean stop, exact resuming, mixed precision and logs for long runs.
+Any number of ranks that divides the batch size trains the same model, up to rounding. `train.py`
+also trains this model, with a clean stop, exact resuming, mixed precision and logs for long runs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ CHECKPOINT = Path("runs/plain_ddp.pt")
 
 
 def load_data() -> tuple[TensorDataset, Tensor, Tensor]:
-    """Return 426 tumors to train on, and the rows [143, 30] and labels [143] of the test set."""
+    """Return 426 tumors for training, and the rows [143, 30] and labels [143] of the test set."""
     rows, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
     test = torch.arange(len(labels)) % 4 == 0
     rows = ((rows - rows[~test].mean(0)) / rows[~test].std(0)).float()

@@ -4,9 +4,9 @@
     python -m examples.your_model --nproc 2                              # two processes
     torchrun --standalone --nproc-per-node 2 -m examples.your_model      # started by torchrun
 
-Any number of ranks that divides the batch trains the same model, up to rounding. `plain_ddp.py` is
-this training in one file of plain torch; `further/language_model.py` is this file with its four
-places changed.
+Any number of ranks that divides the batch size trains the same model, up to rounding.
+`plain_ddp.py` is this training in one file of plain torch; `further/language_model.py` is this
+file with its four places changed.
 """
 
 import torch
@@ -30,9 +30,9 @@ from .args import Args
 CLASSES = ["malignant", "benign"]  # names of labels 0 and 1
 
 
-# 1. YOUR DATA: two datasets; here, a sample is 30 measurements [30] of a tumor and its label.
+# 1. YOUR DATA: two datasets; here, a sample is 30 measurements of a tumor [30] and its label.
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Return 426 tumors for training and 143 to test on."""
+    """Return 426 tumors for training and 143 for testing."""
     rows, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
     test = torch.arange(len(labels)) % 4 == 0
     rows = ((rows - rows[~test].mean(0)) / rows[~test].std(0)).float()  # training statistics
@@ -41,12 +41,12 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
 # 2. YOUR MODEL: it contains no code for ranks.
 def build_model() -> nn.Module:
-    """Return a network from rows [B, 30] to logits [B, 2]."""
+    """Return a network that maps rows [B, 30] to logits [B, 2]."""
     return nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, len(CLASSES)))
 
 
 def main(args: Args) -> None:
-    """Start the ranks of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 

@@ -1,8 +1,8 @@
-"""Train a linear model on the same reviews, as a baseline for the accuracy of BERT.
+"""Train a linear model on the same reviews, as a baseline for BERT's accuracy.
 
     python -m examples.bert_dp.further.baseline --csv FILE
 
-The model is a linear SVM on the TF-IDF of characters and character pairs.
+The model is a linear SVM on TF-IDF features of characters and character pairs.
 """
 
 from dataclasses import dataclass

@@ -39,13 +39,13 @@ def two_passes(network: nn.Module, real: Tensor, fake: Tensor) -> None:
 
 
 def two_forwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Run two forwards, then one backward of the sum of both losses."""
+    """Run two forwards, then one backward for the sum of both losses."""
     on_real, on_fake = network(real), network(fake)
     (F.softplus(-on_real).mean() + F.softplus(on_fake).mean()).backward()
 
 
 def two_backwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Run two forwards, then a backward of each loss."""
+    """Run two forwards, then one backward for each loss."""
     on_real, on_fake = network(real), network(fake)
     F.softplus(-on_real).mean().backward()
     F.softplus(on_fake).mean().backward()
@@ -56,7 +56,7 @@ def wrapped_critic(network: nn.Module, real: Tensor, fake: Tensor) -> None:
     one_forward(network, real, fake)
     kept = [parameter.grad for parameter in network.parameters()]
     network.zero_grad(set_to_none=True)
-    F.softplus(-network(fake)).mean().backward()  # also sends gradients of the discriminator
+    F.softplus(-network(fake)).mean().backward()  # also sends the discriminator's gradients
     for parameter, gradient in zip(network.parameters(), kept, strict=True):
         parameter.grad = gradient
 
@@ -75,8 +75,8 @@ def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
     """Compute the discriminator's gradients. Every rank calls this.
 
     Returns:
-        The largest error of a gradient, the largest difference between ranks, and the bytes sent;
-        or the message of an exception.
+        The largest gradient error, the largest difference between ranks, and the bytes sent;
+        or an exception's message.
     """
     torch.manual_seed(0)
     plain = make_discriminator(8, copy.deepcopy(norm))

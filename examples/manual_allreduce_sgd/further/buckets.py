@@ -1,4 +1,4 @@
-"""Send gradients while backward still computes other gradients, like DistributedDataParallel.
+"""Send gradients while backward still computes others, as DistributedDataParallel does.
 
     python -m examples.manual_allreduce_sgd.further.buckets --nproc 2
 
@@ -75,7 +75,7 @@ class Buckets:
 
 
 def train(model: nn.Module, after_backward: Callable[[], object], steps: int) -> float:
-    """Train on random numbers that differ between ranks; return milliseconds per step."""
+    """Train on random numbers, different on each rank; return the median step time in ms."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     times = []

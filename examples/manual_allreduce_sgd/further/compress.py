@@ -27,7 +27,7 @@ class Compressor:
 
     def __init__(self) -> None:
         self.error = torch.zeros(())  # unsent part of the gradient; [n] after the first step
-        self.bytes_per_step = 0  # size of this rank's messages
+        self.bytes_per_step = 0  # size of this rank's messages in a step
 
     def average(self, gradient: Tensor) -> Tensor:
         """Return the approximate mean [n] of the ranks' gradients [n]. Every rank calls this."""
@@ -53,7 +53,7 @@ class BFloat16(Compressor):
 
 
 class TopK(Compressor):
-    """Sends only the largest gradients (https://arxiv.org/abs/1704.05021)."""
+    """Sends only the gradient elements of largest magnitude (https://arxiv.org/abs/1704.05021)."""
 
     def __init__(self, ratio: float) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class TopK(Compressor):
 
 
 class PowerSGD(Compressor):
-    """Sends a product [a, r] x [r, b] for each matrix [a, b] (https://arxiv.org/abs/1905.13727).
+    """Sends factors [a, r] and [r, b] of each gradient [a, b] (https://arxiv.org/abs/1905.13727).
 
     Args:
         shapes: (a, b) of each gradient, which is sent whole if its factors would not be smaller.
-        rank: number of columns r of the thin matrices.
+        rank: number r of columns in the factors.
     """
 
     def __init__(self, shapes: list[tuple[int, int]], rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Continue when a rank is killed, with torchft: the other ranks repeat the step without it.
+"""Continue with torchft when a rank is killed: the other ranks repeat the step without it.
 
     pip install torchft
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --bind 127.0.0.1:29510
@@ -6,9 +6,9 @@
     python -m examples.manual_allreduce_sgd.further.fault_tolerant --replica 1
 
 Start each command in its own terminal, kill a replica, and start it again. Before each step, the
-running replicas form a quorum at a small server, the lighthouse. They average their gradients, and
-apply the step only if the averaging succeeded. A joining replica first receives the state of
-another replica. The global batch is divided among the replicas of the quorum, so a lost replica
+running replicas form a quorum through a small server, the lighthouse. They average their gradients,
+and apply the step only if the averaging succeeded. A joining replica first receives another
+replica's state. The global batch is divided among the replicas in the quorum, so a lost replica
 costs time but no samples.
 """
 
@@ -49,7 +49,7 @@ def make_manager(replica: int, store: dist.TCPStore, parts: dict[str, Any], ligh
         replica_id=f"replica_{replica}",
         store_addr="127.0.0.1",
         store_port=store.port,
-        rank=0,  # rank of this process in its replica
+        rank=0,  # rank of this process within its replica
         world_size=1,
         lighthouse_addr=lighthouse,
         hostname="127.0.0.1",

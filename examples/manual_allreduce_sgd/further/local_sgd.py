@@ -2,13 +2,13 @@
 
     python -m examples.manual_allreduce_sgd.further.local_sgd --nproc 2 --every 8
 
-Each rank trains alone for H steps (--every), so it sends H times fewer bytes. Then all ranks
+Each rank trains alone for H steps (--every), so it sends only 1/H of the bytes. Then all ranks
 continue from one model:
 
 | method | the new model | source |
 |---|---|---|
 | local SGD | the mean of the ranks' models | https://arxiv.org/abs/1805.09767 |
-| DiLoCo | a step of an outer SGD along the mean change | https://arxiv.org/abs/2311.08105 |
+| DiLoCo | the result of an outer SGD step on the mean change | https://arxiv.org/abs/2311.08105 |
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from ..train import average_gradients, partition_dataset
 
 
 class Outer:
-    """Combines the models of the ranks. With the default values, the result is their mean.
+    """Combines the ranks' models. With the default values, the result is their mean.
 
     Args:
         model: the model that this rank trains; equal on all ranks at the start.

@@ -2,7 +2,7 @@
 
     python -m examples.manual_allreduce_sgd.further.shared_memory --nproc 2
 
-Each rank writes its numbers to a row of the shared memory. Rank r then adds chunk r of all rows and
+Each rank writes its numbers to a row in shared memory. Rank r then adds up chunk r of all rows and
 writes the sum to an extra row: a reduce-scatter. Every rank can read all sums there, so no
 all-gather is needed. (Jia et al., 2018, https://arxiv.org/abs/1807.11205, sum in this way within a
 node, and with a ring between nodes.) Gradients can be views of the row, so that nothing is copied.
@@ -31,7 +31,7 @@ class SharedMemory:
 
     Args:
         world_size: number of ranks, at least 2.
-        length: number of elements n.
+        length: number n of elements per tensor.
     """
 
     def __init__(self, world_size: int, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Show which rank gets which sample, and how to restore dataset order.
+"""Show which rank gets which sample, and how to restore the dataset order.
 
     python -m examples.mnist_ddp_spawn.further.sampler              # 3 processes, 10 samples
     python -m examples.mnist_ddp_spawn.further.sampler --nproc 4 --samples 7
@@ -35,7 +35,7 @@ def main_worker(rank: int, world_size: int, init_method: str, samples: int) -> N
 
 
 def show(title: str, indices: list[int]) -> None:
-    """Print the samples of every rank, one line per rank. Every rank calls this."""
+    """Print every rank's samples, one line per rank. Every rank calls this."""
     of_ranks: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, indices)
     lines = [f"    rank {r}: " + " ".join(f"{i:2}" for i in own) for r, own in enumerate(of_ranks)]

@@ -1,10 +1,10 @@
-"""Draw a Gantt chart of each stage's actions with GPipe, 1F1B and ZB-H1.
+"""Draw a Gantt chart of each stage's actions under GPipe, 1F1B and ZB-H1.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.timeline
 
 A bar is an action of a stage: forward (F), backward (B), or its halves for the input (I) and the
 weights (W), with the number of the micro-batch. White space is the bubble. On a GPU, the host waits
-for the device after each action, so that the times include the work of the device.
+for the device after each action, so that the times include the device's work.
 """
 
 import os
@@ -77,7 +77,7 @@ def run(args: Args, device: torch.device, name: str) -> list[Event]:
 
 
 def bubble(events: list[Event]) -> float:
-    """Return the idle fraction of all stages, from the first start to the last end."""
+    """Return the stages' average idle fraction, from the first start to the last end."""
     span = max(event.end for event in events) - min(event.start for event in events)
     stages = len({event.stage for event in events})
     return 1 - sum(event.end - event.start for event in events) / (stages * span)

@@ -5,7 +5,7 @@
         --schedule zbv
 
 A rank has one stage with gpipe and 1f1b, and two stages with the other schedules. With interleaved,
-rank p has the stages p and P + p, so that the next rank can start sooner. With zbv
+rank p of P has the stages p and P + p, so that the next rank can start sooner. With zbv
 (https://arxiv.org/abs/2401.10241), rank p has the stages p and 2 P - 1 - p. The first rank then has
 the first and the last stage, so that backward starts where forward ends, and the gradients of the
 weights fill the remaining bubble. With torch 2.11, zbv needs NCCL.
@@ -49,7 +49,7 @@ class Args:
 
 
 def stage_indices(schedule: str, rank: int, ranks: int) -> list[int]:
-    """Return the indices of the stages on a rank."""
+    """Return the indices of a rank's stages."""
     if schedule in ("gpipe", "1f1b"):
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule == "zbv" else ranks + rank]
@@ -89,7 +89,7 @@ def train(args: Args, device: torch.device) -> list[float]:
         schedule.step(*inputs, **target)
         optimizer.step()
         optimizer.zero_grad()
-        loss = sum(losses, torch.zeros((), device=device)).detach()  # only last stages have losses
+        loss = sum(losses, torch.zeros((), device=device)).detach()  # only the last stage has any
         dist.all_reduce(loss)
         history.append(loss.item())
         times.append(time.perf_counter() - start)

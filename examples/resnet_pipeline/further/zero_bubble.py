@@ -1,4 +1,4 @@
-"""The schedule ZB-H1: fill the bubble of 1F1B with half of each backward.
+"""The schedule ZB-H1: fill 1F1B's bubble with half of each backward.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.zero_bubble
 
@@ -55,7 +55,7 @@ class ZeroBubblePipeline(Pipeline):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.micro = 0  # micro-batch of the current action
-        # Per micro-batch: layer, input, edge of the output in the graph (after I: its gradient).
+        # Per micro-batch: layer, input, the output's edge in the graph (after I: its gradient).
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
         layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
         for layer in layers:
@@ -64,7 +64,7 @@ class ZeroBubblePipeline(Pipeline):
         self.norms = [p for p in self.stage.parameters() if p not in later]
 
     def record(self, layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        """Save a call of a layer, with its input in the output's dtype, which autocast chose."""
+        """Save a layer call, with its input in the output's dtype, which autocast chose."""
         if torch.is_grad_enabled():
             call = layer, inputs[0].detach().to(y.dtype), get_gradient_edge(y)
             self.calls[self.micro].append(call)
@@ -98,7 +98,7 @@ class ZeroBubblePipeline(Pipeline):
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to `leaf.grad`, like `backward` does."""
+    """Add a gradient to `leaf.grad`, as `backward` does."""
     gradient = gradient.to(leaf.dtype)
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
@@ -119,7 +119,7 @@ class Args:
 
 
 def prepare(args: Args, device: torch.device, name: str) -> tuple[Pipeline, Tensor, Tensor]:
-    """Return a pipeline of all ranks, images and labels. Every rank calls this."""
+    """Return a pipeline over all ranks, the images and the labels. Every rank calls this."""
     mesh, (form, schedule) = make_mesh(device.type, dist.get_world_size(), 120.0), FORMS[name]
     torch.manual_seed(0)
     stage = build_stage(args.arch, 10, "group", mesh.size(1), mesh.get_local_rank("pp"), args.cuts)

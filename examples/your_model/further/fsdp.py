@@ -1,4 +1,4 @@
-"""your_model.further.fsdp: shard a model that does not fit into one device, with FSDP2.
+"""your_model.further.fsdp: shard a model that does not fit on one device, with FSDP2.
 
     torchrun --standalone --nproc-per-node 2 -m examples.your_model.further.fsdp
     torchrun --standalone --nproc-per-node 1 -m examples.your_model.further.fsdp   # same losses
@@ -29,7 +29,7 @@ BATCH_SIZE, LENGTH, WIDTH, LAYERS, VOCAB_SIZE = 16, 64, 64, 4, 256  # BATCH_SIZE
 
 
 class GPT(nn.Module):
-    """A GPT from token IDs [B, LENGTH] to logits [B, LENGTH, VOCAB_SIZE] of the next bytes."""
+    """A GPT that maps token IDs [B, LENGTH] to next-byte logits [B, LENGTH, VOCAB_SIZE]."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         super().__init__()
@@ -60,12 +60,12 @@ def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int)
 
 
 def main(steps: int, folder: Path) -> None:
-    """Train for some steps from the newest checkpoint, and write a new one."""
+    """Train for `steps` steps from the newest checkpoint, and write a new one."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if BATCH_SIZE % world_size:  # FSDP averages gradients as if all local batches were equal
+    if BATCH_SIZE % world_size:  # FSDP averages as if local batches were equal in size
         message = f"BATCH_SIZE {BATCH_SIZE} is not divisible by {world_size} ranks"
         raise SystemExit(f"{message}; use a multiple of {world_size}")
     mesh = init_device_mesh(device.type, (world_size,))  # also calls torch.cuda.set_device

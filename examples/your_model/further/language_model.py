@@ -2,7 +2,7 @@
 
     python -m examples.your_model.further.language_model --nproc 2
 
-It predicts the next character of Python's language reference, the text of `help("import")`.
+It predicts the next character in Python's help topics, such as the text of `help("import")`.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def load_data() -> tuple[TensorDataset, Tensor, int]:
 
 # 2. YOUR MODEL: it contains no code for ranks.
 class GPT(nn.Module):
-    """A GPT from token IDs [B, T] to logits [B, T, vocab_size] of the next characters."""
+    """A GPT that maps token IDs [B, T] to logits [B, T, vocab_size] for the next characters."""
 
     def __init__(self, vocab_size: int, width: int = 64) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class GPT(nn.Module):
 
 
 def main(args: Args) -> None:
-    """Start the ranks of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
