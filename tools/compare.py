@@ -16,7 +16,7 @@ RESULTS = ["steps", "epochs", "seconds", "parameter_hash"]
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the flags and results of a run; read the newest checkpoint if it is unfinished."""
+    """Return a run's flags and results, from its newest checkpoint if it is unfinished."""
     if (folder / "result.json").exists():
         run = json.loads((folder / "result.json").read_text())
     else:
@@ -30,7 +30,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main(runs: Positional[list[Path]]) -> None:
-    """Print a table of the results of all runs and the flags that differ."""
+    """Print a table of all results, and of the flags that differ between the runs."""
     table = pd.DataFrame({str(run): read(run) for run in runs})
     hidden = table.index.str.startswith("--") | table.index.isin(MACHINE)  # unless they differ
     print(table[~hidden | (table.nunique(axis=1) > 1)].fillna("-").to_string(max_colwidth=32))

@@ -64,7 +64,7 @@ def judge(fine: bool, text: str, remedy: str, level: Any = "warning") -> Finding
 
 
 def check_machine(ranks: int) -> Iterator[Finding]:
-    """Check that this machine or container has enough resources for a number of ranks."""
+    """Check that this machine or container has enough resources for its ranks."""
     memory, remedy = free_memory() / GB, "give the container more memory, or start fewer ranks"
     yield judge(memory >= ranks, f"memory: {memory:.1f} GB free", remedy)
     shm = shutil.disk_usage(SHM).free / GB if SHM.is_dir() else 0
@@ -81,7 +81,7 @@ def check_machine(ranks: int) -> Iterator[Finding]:
 
 
 def free_memory() -> int:
-    """Return the free memory of the machine or of the container in bytes, whichever is less."""
+    """Return the free memory of the machine or the container, whichever is less, in bytes."""
     (available,) = re.findall(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     cgroup, free = Path("/sys/fs/cgroup"), int(available) * 1024
     with suppress(OSError, ValueError):  # "max" means no limit
@@ -106,7 +106,7 @@ def check_master(host: str, port: int) -> Finding:
 
 
 def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]:
-    """Check the CUDA device of this rank; a single rank checks all devices."""
+    """Check this rank's CUDA device; a single rank checks all devices."""
     count, available = torch.cuda.device_count(), torch.cuda.get_arch_list()
     if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
         remedy = f"check with nvidia-smi that the driver supports CUDA {torch.version.cuda}"
@@ -124,7 +124,7 @@ def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]
 
 
 def has_kernels(capability: tuple[int, int], available: Iterable[str]) -> bool:
-    """Return True if a build of torch runs on a device.
+    """Return True if a torch build runs on a device.
 
     `sm_86` runs on 8.6 and 8.9. The driver compiles `compute_86` for all later devices. Code with a
     suffix, such as `sm_90a`, runs only on devices of exactly this capability.
@@ -139,7 +139,7 @@ def has_kernels(capability: tuple[int, int], available: Iterable[str]) -> bool:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks. Every rank calls this."""
+    """Return the values from all ranks. Every rank calls this."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -154,7 +154,7 @@ def versions() -> dict[str, str]:
 
 
 def check_job(device: torch.device, out: Path) -> Iterator[Finding]:
-    """Check the versions, clocks, output folder and all_reduce of a job. Every rank calls this."""
+    """Check a job's versions, clocks, output folder and all_reduce. Every rank calls this."""
     own, first = versions(), gather(versions())[0]
     yield Finding("ok", ", ".join(f"{name} {value}" for name, value in first.items()))
     if different := [f"{name} {value}" for name, value in own.items() if value != first[name]]:

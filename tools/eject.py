@@ -5,8 +5,8 @@
     pip install -r requirements.txt
     torchrun --standalone --nproc-per-node 2 -m your_model
 
-The folder contains the example, the files of `common` that it needs, LICENSE, requirements.txt and
-README.md. The files are copied without changes, because an example imports its own files with
+The folder contains the example, the files from `common` that it needs, LICENSE, requirements.txt
+and README.md. The files are copied without changes, because an example imports its own files with
 relative imports, and `common` is next to the example.
 """
 
@@ -38,7 +38,7 @@ def imported_names(file: Path) -> Iterator[str]:
 
 
 def modules_of(name: str) -> Iterator[Path]:
-    """Yield the files of this repository that `import NAME` runs: the module and its packages."""
+    """Yield the files in this repository that `import NAME` runs: the module and its packages."""
     path = ROOT
     for part in name.split("."):
         path /= part
@@ -46,7 +46,7 @@ def modules_of(name: str) -> Iterator[Path]:
 
 
 def requirements(names: set[str]) -> list[str]:
-    """Return the dependencies of this project that provide the imported names."""
+    """Return this project's dependencies that provide the imported names."""
     distributions = packages_distributions()  # sklearn: scikit-learn
     parts = {part for name in names for part in name.split(".")}  # packages and submodules
     used = {found.lower() for part in parts for found in distributions.get(part, [])}
@@ -58,7 +58,7 @@ def eject(example: Positional[Path], target: Positional[Path]) -> None:
     """Copy an example into a folder that runs without this repository.
 
     Args:
-        example: a folder of this repository, such as examples/your_model.
+        example: a folder in this repository, such as examples/your_model.
         target: the new folder.
     """
     name = example.resolve().name

@@ -1,8 +1,8 @@
 """Show what each rank of a live run is doing, and which rank the other ranks wait for.
 
-    python -m tools.hang runs/NAME    # --out of the run
+    python -m tools.hang runs/NAME    # the run's --out
 
-On SIGUSR1, the ranks of this machine write OUT/hang/rank-R.json. For ranks on other machines that
+On SIGUSR1, the ranks on this machine write OUT/hang/rank-R.json. For ranks on other machines that
 share OUT, run the same command there.
 """
 
@@ -18,10 +18,10 @@ from common.hang import explain, process_state, read_reports, table
 
 
 def main(out: tyro.conf.Positional[Path]) -> None:
-    """Signal the ranks of this machine, and print one line per rank and an explanation.
+    """Signal the ranks on this machine, and print one line per rank and an explanation.
 
     Args:
-        out: folder of the run.
+        out: the run's output folder.
     """
     if not (out / "lock").exists():
         raise SystemExit(f"error: {out} has no file named lock; pass the --out folder of a run")

@@ -1,10 +1,10 @@
-"""Classify an image, or all images of a folder, with the weights of an image example.
+"""Classify an image, or all images in a folder, with the weights from an image example.
 
     python -m tools.predict photo.jpg
     python -m tools.predict FOLDER --weights runs/mnist_ddp_spawn/best.safetensors >predictions.csv
 
 It prints a row `file,prediction,probability` per image. For an image that cannot be decoded, the
-prediction is empty, and a warning is printed. The metadata of the weights defines the model and its
+prediction is empty, and a warning is printed. The weights' metadata defines the model and its
 classes.
 """
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def build(about: dict[str, Any]) -> nn.Module:
-    """Build the model described by the metadata of the weights."""
+    """Build the model that the weights' metadata describes."""
     classes, options = len(about["classes"]), about.get("options", {})
     if about["model"] == "DigitNet":
         return DigitNet(about["size"], classes)
@@ -41,7 +41,7 @@ def build(about: dict[str, Any]) -> nn.Module:
 
 
 def prepare(path: str, about: dict[str, Any]) -> Tensor:
-    """Return an image [C, size, size], preprocessed like the test images of the example."""
+    """Return an image [C, size, size], preprocessed like the example's test images."""
     image, size = decode(path), about["size"]
     if about["model"] != "DigitNet":
         return normalize(center_crop(size)(image), CPU)
@@ -65,7 +65,7 @@ def main(
     weights: Path = Path("runs/imagenet_ddp/best.safetensors"),
     batch_size: int = 64,
 ) -> None:
-    """Classify an image, or all images of a folder, and print a csv table."""
+    """Classify an image, or all images in a folder, and print a csv table."""
     path, weights = path.expanduser(), weights.expanduser()
     if not path.exists():
         raise UserError(f"{path} does not exist; pass an image or a folder")

@@ -1,4 +1,4 @@
-"""Print how each rank spends its time, from the traces of --profile.
+"""Print how each rank spends its time, from the traces that --profile writes.
 
     python -m examples.NAME --profile 20 --out runs/NAME
     python -m tools.profile runs/NAME/profile
@@ -63,10 +63,10 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def main(folder: tyro.conf.Positional[Path]) -> None:
-    """Print the breakdown of each rank on one line.
+    """Print each rank's breakdown on one line.
 
     Args:
-        folder: OUT/profile of a run.
+        folder: a run's OUT/profile.
     """
     paths = sorted(folder.glob("rank-*.json.gz"))
     if not paths:

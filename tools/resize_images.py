@@ -18,7 +18,7 @@ from common.launch import UserError, one_line_errors
 
 
 def shrink(old: str, new: Path, size: int) -> None:
-    """Write a resized image, or copy an image that is small; skip a damaged one with a warning."""
+    """Write a resized image, or copy a small one unchanged; skip a damaged one with a warning."""
     new.parent.mkdir(parents=True, exist_ok=True)
     unfinished = new.with_name(f".{new.name}")  # loaders skip hidden files
     try:
