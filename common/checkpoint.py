@@ -34,7 +34,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
 
     Args:
         path: FOLDER/step-STEP.pt.
-        state: content of the checkpoint: tensors and plain values.
+        state: the checkpoint's content, tensors and plain values.
 
     Raises:
         UserError: the file cannot be written; the previous checkpoint remains.
@@ -139,9 +139,9 @@ def load_weights(
     """Read the weights in a file, and the metadata that `save_weights` wrote.
 
     Args:
-        path: a .safetensors file, a checkpoint of this project, or a state dict written by
+        path: a .safetensors file, a checkpoint from this project, or a state dict written by
             torch.save, alone or under the key `state_dict`, `model_state_dict` or `model`.
-        names: parameter names of the model; wrapper prefixes are removed if no name matches.
+        names: the model's parameter names; wrapper prefixes are removed if no name matches.
 
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.
@@ -160,7 +160,7 @@ def load_weights(
         found = load(path)
         if isinstance(found, dict):
             about = found.get("about", {}) if "parts" in found else {}
-            found = found.get("parts", found)  # from a checkpoint of this project
+            found = found.get("parts", found)  # from a checkpoint that `save` wrote
             keys = ("ema", "state_dict", "model_state_dict", "model")
             found = next((found[key] for key in keys if key in found), found)
     if not isinstance(found, dict) or not any(isinstance(v, Tensor) for v in found.values()):

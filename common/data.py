@@ -106,14 +106,14 @@ def _download(name: str, folder: Path) -> None:
 
 
 def _find(root: Path, stem: str) -> Path | None:
-    """Return the path of an idx file, compressed or not, or None if it is missing."""
+    """Return the path to an idx file, compressed or not, or None if it is missing."""
     name = f"{stem}?idx[13]?ubyte*"
     paths = [*sorted(root.glob(name)), *sorted(root.glob(f"{name}/{name}"))]
     return next((path for path in paths if path.is_file()), None)
 
 
 def _read_split(root: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read the images [N, S, S] and labels [N] of a split, both uint8."""
+    """Read a split's images [N, S, S] and labels [N], both uint8."""
     images, labels = _read_idx(root, f"{split}-images"), _read_idx(root, f"{split}-labels")
     count, size = len(labels), images.shape[-1]
     if images.shape != (count, size, size) or labels.dim() != 1 or count == 0 or size < 8:

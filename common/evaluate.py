@@ -34,7 +34,7 @@ def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None =
     This function removes the repeats.
 
     Args:
-        rows: CPU tensor [ceil(total / W), ...] with one row per sample of this rank.
+        rows: CPU tensor [ceil(total / W), ...] with one row for each of this rank's samples.
         total: number of samples in the dataset.
         group: process group of W ranks; default: all ranks.
     """

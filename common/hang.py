@@ -31,11 +31,11 @@ DATA, COMMUNICATION = "torch/utils/data/", ("torch/distributed/", "torch/autogra
 
 
 def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool) -> None:
-    """Write the state of this rank to `folder`/rank-R.json.
+    """Write this rank's state to `folder`/rank-R.json.
 
     Args:
         folder: OUT/hang.
-        frames: stack of the main thread.
+        frames: the main thread's stack.
         collectives: True to read the flight recorder, which only the main thread may do.
     """
     files = [frame.filename for frame in frames]
@@ -63,7 +63,7 @@ def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """Return the latest collectives of this rank, oldest first."""
+    """Return this rank's latest collectives, oldest first."""
     entries = json.loads(_distributed_c10d._dump_fr_trace_json())["entries"]
     calls = []
     for entry in entries[-LATEST:]:
@@ -120,7 +120,7 @@ def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
 
 
 def _difference(reports: list[dict[str, Any]]) -> str:
-    """Describe the first collective in which the ranks of a group differ, if there is one."""
+    """Describe the first collective in which the ranks in a group differ, if there is one."""
     for group in sorted({c["group"] for r in reports for c in r["collectives"] or ()}):
         members = {}
         for report in reports:

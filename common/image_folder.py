@@ -72,7 +72,7 @@ class ImageFolder(datasets.ImageFolder):
     def make_dataset(
         directory: str | Path, class_to_idx: dict[str, int], *_: Any, **__: Any
     ) -> list[tuple[str, int]]:
-        """Return the path and the label of each image."""
+        """Return each image's path and label."""
         samples, reached = list[tuple[str, int]](), {os.path.realpath(directory): str(directory)}
         for name, folder in _class_folders(directory).items():
             if name not in class_to_idx:
@@ -94,7 +94,7 @@ class ImageFolder(datasets.ImageFolder):
             return self.center_crop(image), label
         with torch.random.fork_rng(devices=[]):
             seeds = np.random.SeedSequence([self.seed % 2**64, epoch, index])
-            # torch.manual_seed would also set the generator of the GPU.
+            # torch.manual_seed would also set the GPU's generator.
             torch.default_generator.manual_seed(int(seeds.generate_state(1)[0]))
             return self.random_crop(image), label
 

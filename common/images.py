@@ -120,7 +120,7 @@ def normalize(
 
 @functools.cache  # creating a GPU tensor in every step would block the host
 def _statistics(device: torch.device) -> list[Tensor]:
-    """Return the mean and the standard deviation [3, 1, 1] of each channel, scaled to bytes."""
+    """Return the channels' means and standard deviations [3, 1, 1], scaled to bytes."""
     return [255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (MEAN, STD)]
 
 

@@ -64,7 +64,7 @@ class Log:
         self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=purge)
 
     def _move_earlier_run(self) -> None:
-        """Move the files of an earlier run aside so that this run cannot resume from them."""
+        """Move an earlier run's files aside, so that this run cannot resume from them."""
         found = [path for path in self.out.glob("*") if path.name in FILES]  # keep other files
         if found:
             numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]
@@ -146,7 +146,7 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
 
 
 def _commit() -> str:
-    """Return the commit of the source code, from the container image or from git."""
+    """Return the source code's commit, from the container image or from git."""
     if revision := os.environ.get("SOURCE_REVISION"):
         return revision
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]

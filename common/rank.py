@@ -187,7 +187,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
         if rendezvous.joined is not None:
             rendezvous.linger(rendezvous.joined, int(os.environ["RANK"]))
         sys.stdout.flush()
-        # sys.exit would run the destructors of a process group, which may wait for other ranks.
+        # sys.exit would run a process group's destructors, which may wait for other ranks.
         os._exit(code)
 
     return recorded

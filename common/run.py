@@ -305,7 +305,7 @@ class Run:
 
         Args:
             metrics: values for the whole test set, equal on all ranks. The first two are printed.
-            score: best.safetensors contains the weights of the epoch with the highest score.
+            score: best.safetensors contains the weights from the epoch with the highest score.
 
         Returns:
             True if this is the best epoch so far.

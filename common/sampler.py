@@ -24,6 +24,6 @@ class ResumableSampler(DistributedSampler[Any]):
         self._skipped = samples
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield (epoch, index) for each sample of this rank."""
+        """Yield (epoch, index) for each of this rank's samples."""
         epoch, skipped, self._skipped = self.epoch, self._skipped, 0
         return ((epoch, index) for index in islice(super().__iter__(), skipped, None))
