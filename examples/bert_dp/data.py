@@ -27,7 +27,7 @@ class Reviews(Dataset[tuple[str, int]]):
         path: a csv file in UTF-8 with the columns `label` and `review`.
 
     Attributes:
-        rows: row number of each review in the file; the first row below the header is 1.
+        rows: each review's row number in the file; the first row below the header is 1.
         about: summary of the rows that were left out.
 
     Raises:

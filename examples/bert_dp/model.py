@@ -93,7 +93,7 @@ def pretrained(
 def small(
     texts: Sequence[str], max_length: int
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
-    """Build a BERT with two layers and a vocabulary that contains the characters of the texts.
+    """Build a BERT with two layers and a vocabulary that contains the texts' characters.
 
     WordPiece splits a word into its first character c and continuations ##c; a word with an
     unknown character becomes [UNK]. The tokenizer's rules define the words: a Chinese character is

@@ -75,7 +75,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     for epoch in run.epochs(args.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order
         for (real,) in run.steps(loader):  # [B / W, 1, S, S]
-            # The noise of the global batch is the same for any number of ranks. It is drawn into
+            # The noise for the global batch is the same for any number of ranks. It is drawn into
             # pinned memory, so that the host does not wait for the copy.
             seeded = torch.Generator().manual_seed(args.seed * 1_000_003 + run.step)
             noise = torch.randn(args.batch_size, LATENT, generator=seeded, pin_memory=cuda)

@@ -139,7 +139,7 @@ class ExponentialAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Update the average with the weights and buffers of the model."""
+        """Update the average with the model's weights and buffers."""
         if self.n_averaged == 0:  # a CPU tensor
             super().update_parameters(model)
             return

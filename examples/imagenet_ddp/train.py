@@ -67,7 +67,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         return
 
     model = DDP(
-        # DDP splits a compiled model into one graph per bucket, so that the gradients of a bucket
+        # DDP splits a compiled model into one graph per bucket, so that a bucket's gradients
         # are sent while backward continues.
         torch.compile(network, dynamic=False) if args.compile else network,
         device_ids=[device] if device.type == "cuda" else None,

@@ -60,7 +60,7 @@ def average_gradients(model: nn.Module, all_reduce: Callable[[Tensor], object]) 
 
 
 def partition_dataset(samples: Tensor, batch_size: int) -> list[tuple[Tensor, int]]:
-    """Return this rank's samples in each global batch of `samples` [N], and the size of that batch.
+    """Return this rank's samples in each global batch of `samples` [N], and the batch's size.
 
     Rank r of W gets the samples r, r + W, ... of each batch. No sample is dropped for any W.
     """
@@ -84,7 +84,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DigitNet(data.size, data.classes).to(device)
     for tensor in model.state_dict().values():
-        dist.broadcast(tensor, src=0)  # all ranks start with the model of rank 0
+        dist.broadcast(tensor, src=0)  # all ranks start with rank 0's model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.5)
     all_reduce = {"ring": ring_all_reduce, "torch": dist.all_reduce}[args.all_reduce]
     run = Run(args, device, str(data), about=data.about, model=model, optimizer=optimizer)

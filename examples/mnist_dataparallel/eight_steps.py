@@ -32,7 +32,7 @@ class EightSteps(nn.Module):
 
     Args:
         module: model that returns one tensor; its parameters and buffers are on the first device.
-        devices: device of each replica. With fewer than two devices, the module is called directly.
+        devices: each replica's device. With fewer than two devices, the module is called directly.
         log: function that prints a line about each step of the third iteration.
 
     Raises:
@@ -86,7 +86,7 @@ class EightSteps(nn.Module):
     def _backward(
         self, gradient: Tensor, outputs: Sequence[Tensor], replicas: Sequence[nn.Module]
     ) -> None:
-        """Continue `loss.backward()` in the replicas, from the gradient [N, ...] of the outputs."""
+        """Continue `loss.backward()` in the replicas, from the outputs' gradient [N, ...]."""
         chunks = gradient.split([len(output) for output in outputs])
         chunks = [chunk.to(x.device) for chunk, x in zip(chunks, outputs, strict=True)]
         if self.devices[0].type == "cpu":
@@ -136,7 +136,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     """Return the module itself for the first device, and copies for the other devices.
 
     Parameters and buffers are copied in each iteration. Changes to a copy are lost, so BatchNorm
-    keeps the statistics of the first chunk only.
+    keeps only the first chunk's statistics.
     """
     return [module, *(copy.deepcopy(module).to(device) for device in devices[1:])]
 

@@ -6,7 +6,7 @@
     CUDA_VISIBLE_DEVICES=0,2 python -m examples.mnist_dataparallel  # the same two
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel
 
-One process uses all devices of a machine; processes on several machines average gradients.
+One process uses all devices on a machine; processes on several machines average gradients.
 """
 
 import os
@@ -47,7 +47,7 @@ class InAutocast(nn.Module):
 
 
 def main(args: Args) -> None:
-    """Start the processes of this machine, unless torchrun or srun started them."""
+    """Start several ranks on this machine; not called under torchrun or srun."""
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
@@ -109,7 +109,7 @@ def main_worker(local_rank: int, args: Args) -> None:
 
 
 def choose_devices(args: Args, device: torch.device) -> list[torch.device]:
-    """Return the devices of this process; the first one holds the model."""
+    """Return this process's devices; the first one holds the model."""
     if device.type == "cpu":
         return [device] * (len(args.device_ids) or 2)
     alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # otherwise, each process has its own device

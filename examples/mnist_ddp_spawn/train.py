@@ -35,7 +35,7 @@ def main(args: Args) -> None:
     """Start the processes on this machine if --nproc is above 1."""
     # Otherwise, and under torchrun and srun, `start` (common/launch.py) calls main_worker directly.
     # mp.spawn would import torch again in each process; these are forked from a server that has
-    # imported it. The index of the process becomes the first argument.
+    # imported it. The process index becomes the first argument.
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
@@ -60,7 +60,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         data.train,
-        batch_size=local_batch_size(args.batch_size, world_size),  # batch size of this process
+        batch_size=local_batch_size(args.batch_size, world_size),  # this process's batch size
         sampler=sampler,  # shuffles
         drop_last=True,
         num_workers=args.workers,
@@ -99,7 +99,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             optimizer.step()
             scheduler.step()
             run.log(loss)
-        # Each rank evaluates its own samples; `evaluate` restores the order of the dataset.
+        # Each rank evaluates its own samples; `evaluate` restores the dataset's order.
         evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
         metrics = evaluation.metrics | report(evaluation)
         if run.end_epoch(metrics, score=metrics["accuracy"]):  # True if it is the best so far

@@ -1,4 +1,4 @@
-"""Load the data of a replica: its first stage needs the images, and all stages need the labels."""
+"""Load a replica's data: its first stage needs the images, and all stages need the labels."""
 
 from typing import Any
 

@@ -119,7 +119,7 @@ class Pipeline(nn.Module):
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Run forward and backward for a batch, and add the gradients of its mean loss to `.grad`.
 
-        Every rank of the pipeline calls this.
+        Every rank in the pipeline calls this.
 
         Args:
             images: [B, 3, H, W]; only the first stage reads them.
@@ -137,7 +137,7 @@ class Pipeline(nn.Module):
         return self.loss
 
     def execute(self, action: Action) -> None:
-        """Receive the input of an action, execute the action, and start sending its result."""
+        """Receive an action's input, execute the action, and start sending its result."""
         kind, micro = action
         if kind == "F":
             x = self.images[micro] if self.first else self.receive(len(self.labels[micro]))
@@ -159,7 +159,7 @@ class Pipeline(nn.Module):
         """Return a micro-batch's activations, or its contribution to the loss on the last stage."""
         y = self.stage(x)
         if self.last:
-            # Divide by the size of the batch, not of the micro-batch, so that the micro-batches add
+            # Divide by the batch size, not by the micro-batch size, so that the micro-batches add
             # up to the mean over the batch, even if they have different sizes.
             y = F.cross_entropy(y.float(), self.labels[micro], reduction="sum") / self.samples
             self.loss += y.detach()
@@ -174,7 +174,7 @@ class Pipeline(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [B, classes] for images [B, 3, H, W] on every stage, for evaluation.
 
-        Every rank of the pipeline calls this. Only the first stage reads the images.
+        Every rank in the pipeline calls this. Only the first stage reads the images.
         """
         logits = list[Tensor]()
         for micro, part in enumerate(images.tensor_split(min(self.micro_batches, len(images)))):
@@ -189,7 +189,7 @@ class Pipeline(nn.Module):
         return shared[0].to(self.device)
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start sending the result of an action while the next action computes."""
+        """Start sending an action's result while the next action computes."""
         forward = action.kind == "F"
         group, stage = (self.activations, 1) if forward else (self.gradients, -1)
         stage += self.index

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 
 class WholeModel:
-    """The parameters and buffers of all stages of a pipeline; `stage` is the stage of this rank."""
+    """The parameters and buffers of all stages of a pipeline; `stage` is this rank's stage."""
 
     def __init__(self, stage: nn.Module, pipe: dist.ProcessGroup) -> None:
         self.stage, self.pipe = stage, pipe
@@ -23,7 +23,7 @@ class WholeModel:
         return gather(on_cpu(self.stage.state_dict()), self.pipe)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the entries of this stage."""
+        """Load this stage's entries."""
         names = self.stage.state_dict().keys() & state.keys()
         self.stage.load_state_dict({name: state[name] for name in names})
 
@@ -49,7 +49,7 @@ class WholeOptimizer:
         return {"state": gather(own, self.pipe), "group": group | {"params": []}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the entries of this stage."""
+        """Load this stage's entries."""
         found = state["state"]
         own = {number: found[name] for number, name in enumerate(self.names) if name in found}
         group = state["group"] | {"params": list(range(len(self.names)))}

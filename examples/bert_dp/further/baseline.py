@@ -28,7 +28,7 @@ class Args:
 
 
 def main(args: Args) -> None:
-    """Print the accuracy on the validation reviews of each split."""
+    """Print the accuracy on each split's validation reviews."""
     reviews, accuracies = Reviews(args.csv), []
     for seed in range(args.seeds):
         train, validation = (zip(*part, strict=True) for part in split(reviews, seed))

@@ -23,7 +23,7 @@ from ..train import average_gradients
 
 
 class Buckets:
-    """Averages the gradients of a model over the ranks, during backward.
+    """Averages a model's gradients over the ranks, during backward.
 
     Every rank creates an instance for the same model, and calls `wait` after each backward.
 
@@ -40,7 +40,7 @@ class Buckets:
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect)
         self.ready = set[nn.Parameter]()  # parameters whose gradient is already ready in this step
-        self.sent: list[tuple[Tensor, dist.Work]] = []  # messages of this step, in bucket order
+        self.sent: list[tuple[Tensor, dist.Work]] = []  # this step's messages, in bucket order
         self.overlapped = 0  # number of buckets that were sent during the last backward
 
     def _collect(self, parameter: nn.Parameter) -> None:

@@ -34,7 +34,7 @@ BATCH_SIZE = 128
 
 
 def make_manager(replica: int, store: dist.TCPStore, parts: dict[str, Any], lighthouse: str) -> Any:
-    """Return the manager of a replica, which connects to the lighthouse and to other replicas."""
+    """Return a replica's manager, which connects to the lighthouse and to other replicas."""
 
     def load_state_dict(state: dict[str, Any]) -> None:
         for name, part in parts.items():

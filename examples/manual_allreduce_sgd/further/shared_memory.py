@@ -27,7 +27,7 @@ class SharedMemory:
     """Shared memory for one float tensor [n] per rank, and for their sum.
 
     Create it before the ranks are forked. The memory is anonymous, so it is freed when the last
-    process exits, and the small /dev/shm of a container does not limit it.
+    process exits, and a container's small /dev/shm does not limit it.
 
     Args:
         world_size: number of ranks, at least 2.
@@ -45,7 +45,7 @@ class SharedMemory:
         return self.rows[dist.get_rank()]
 
     def sum(self) -> Tensor:
-        """Return the sum [n] of the `own` tensors of all ranks. Every rank calls this.
+        """Return the sum [n] of all ranks' `own` tensors. Every rank calls this.
 
         The result is shared memory: do not write to it. The next call overwrites it.
 

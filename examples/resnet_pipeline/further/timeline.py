@@ -45,7 +45,7 @@ class Args(zero_bubble.Args):
 
 
 def record(pipeline: Pipeline, kind: str, method: str, events: list[Event]) -> None:
-    """Wrap a method of a pipeline, so that each call appends its times to `events`."""
+    """Wrap a pipeline method, so that each call appends its times to `events`."""
     compute = getattr(pipeline, method)
 
     def timed(micro: int, *args: Any) -> Any:
@@ -60,7 +60,7 @@ def record(pipeline: Pipeline, kind: str, method: str, events: list[Event]) -> N
 
 
 def run(args: Args, device: torch.device, name: str) -> list[Event]:
-    """Run three steps; return the events of all stages in the last one. Every rank calls this."""
+    """Run three steps; return all stages' events from the last one. Every rank calls this."""
     pipeline, images, labels = prepare(args, device, name)
     events, split = list[Event](), name == "ZB-H1"
     record(pipeline, "F", "compute_forward", events)

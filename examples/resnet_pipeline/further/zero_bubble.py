@@ -54,7 +54,7 @@ class ZeroBubblePipeline(Pipeline):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.micro = 0  # micro-batch of the current action
+        self.micro = 0  # the current action's micro-batch
         # Per micro-batch: layer, input, the output's edge in the graph (after I: its gradient).
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
         layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
