@@ -4,7 +4,7 @@
     python -m tools.doctor --master-addr HOST0         # also the connection to node 0
     torchrun --nnodes 2 --nproc-per-node 8 --node-rank R --master-addr HOST0 -m tools.doctor
 
-Each finding is one line with a remedy. Rank 0 prints the findings of all ranks. The exit code is 2
+Each finding is one line with a remedy. Rank 0 prints all ranks' findings. The exit code is 2
 if there is an error, and 0 otherwise.
 """
 
@@ -209,7 +209,7 @@ def check_all_reduce(device: torch.device) -> Iterator[Finding]:
 
 
 def report(everywhere: list[list[Finding]], ranks_per_node: int) -> None:
-    """Print the findings of all ranks; equal findings are printed once, with their ranks."""
+    """Print the findings from all ranks; equal findings are printed once, with their ranks."""
     merged = dict[Finding, list[int]]()
     for rank, findings in enumerate(everywhere):
         for finding in findings:

@@ -20,7 +20,7 @@ def breakdown(events: Iterable[Mapping[str, Any]]) -> str:
     """Return the time per step and its breakdown as text.
 
     Args:
-        events: the events of a trace. Computing means kernels on a device, or operators on the host
+        events: a trace's events. Computing means kernels on a device, or operators on the host
             if there are no kernels.
     """
     spans: dict[str, list[tuple[float, float]]] = {"step": [], "load": [], "send": []}
