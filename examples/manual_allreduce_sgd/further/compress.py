@@ -78,7 +78,7 @@ class PowerSGD(Compressor):
 
     Args:
         shapes: (a, b) of each gradient, which is sent whole if its factors would not be smaller.
-        rank: number r of columns in the factors.
+        rank: the inner dimension r of the factors.
     """
 
     def __init__(self, shapes: list[tuple[int, int]], rank: int) -> None:

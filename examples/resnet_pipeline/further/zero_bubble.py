@@ -36,7 +36,7 @@ from ..stages import build_stage
 
 
 def zero_bubble_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: 1F1B, with W delayed by `stage` micro-batches after I."""
+    """Return a stage's actions: 1F1B, with each W running `stage` micro-batches after its I."""
     actions = list[Action]()
     for kind, micro in one_forward_one_backward(stage, stages, micro_batches):
         actions.append(Action("F" if kind == "F" else "I", micro))
@@ -46,7 +46,7 @@ def zero_bubble_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
 
 class ZeroBubblePipeline(Pipeline):
-    """A pipeline that computes the gradients of convolution and linear weights later.
+    """A pipeline that defers the weight gradients of convolutional and linear layers.
 
     I computes the gradients of the stage's input and of the outputs of these layers with autograd.
     W computes the gradients of a layer's weights from its input and the gradient of its output.
