@@ -66,9 +66,9 @@ def test_reviews_keep_their_rows_when_others_are_left_out(tmp_path: Path) -> Non
         (TABLE + "1,很好,真的\n", "Expected 2 fields in line 14, saw 3"),
         (TABLE + '1,"没有结束\n1,好\n', "EOF inside string"),
         (TABLE + "1,好\0\n", "NUL byte in line 14; delete it"),
-        (TABLE.encode("gbk"), "not UTF-8 in line 2.*GB18030"),
-        (TABLE.encode("utf-16"), "not UTF-8 in line 1.*UTF-16"),
-        (TABLE.encode("utf-16-le"), "not UTF-8 in line 2.*ENCODING.*UTF-16"),
+        (TABLE.encode("gbk"), "not valid UTF-8 .line 2.*GB18030"),
+        (TABLE.encode("utf-16"), "not valid UTF-8 .line 1.*UTF-16"),
+        (TABLE.encode("utf-16-le"), "not valid UTF-8 .line 2.*ENCODING.*UTF-16"),
         (TABLE.replace("0,", "1,"), "both labels"),
         ("label,review\n1,好\n0,坏\n", "needs at least 10"),
         ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
@@ -218,7 +218,7 @@ def test_a_folder_that_is_no_bert_is_a_users_mistake(bert: Path, damage: Any, wo
 
 
 def test_positions_and_head_must_be_there_if_they_are_needed(bert: Path) -> None:
-    with pytest.raises(UserError, match="--max-length is 600"):
+    with pytest.raises(UserError, match="--max-length 600 exceeds the 512"):
         pretrained(bert, 600)
     with pytest.raises(UserError, match="no weights for bert"):
         pretrained(bert, 20, new_head=False)
