@@ -14,8 +14,8 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     """Make DDP arrange its buckets before the first step. Every rank calls this.
 
     After its first backward, DDP rearranges its buckets by the order in which gradients became
-    ready. With 3 or more ranks, the arrangement determines the order of additions, so the first
-    step after resuming would differ from the same step of an uninterrupted run in the last bits.
+    ready. With 3 or more ranks, the arrangement determines the order of additions. The first step
+    after resuming would therefore differ in the last bits from that of an uninterrupted run.
     This call runs a backward before every run's first step, without the model's forward: the loss
     is the sum of all parameters. Parameters, buffers and random generators do not change.
 

@@ -1,7 +1,7 @@
 """A dataset that reads a folder of images as bytes, with reproducible random crops.
 
-The seed, the epoch and an image's index determine its crop, so crops do not depend on the number
-of ranks or loader workers, or on interruptions.
+The seed, the epoch and an image's index determine its crop. Crops therefore do not depend on the
+number of ranks or loader workers, or on interruptions.
 """
 
 import os

@@ -18,9 +18,14 @@ SUM = "dist.all_reduce(torch.ones(3))"
 def planted(code: str) -> list[tuple[str, str, str]]:
     """Return the mutations that execute `code` in step 5."""
     lines = f"{LOOP}            if run.step == 4:\n                {code}\n"
-    return [(TRAIN, LOOP, lines), (TRAIN, IMPORTS, f"import os\nimport time\n{IMPORTS}")]
+    return [
+        (TRAIN, LOOP, lines),
+        (TRAIN, IMPORTS, f"import os\nfrom common import rendezvous\n{IMPORTS}"),
+    ]
 
 
+# Waits until a rank has reported the error; the report is then complete.
+STUCK = 'rendezvous.joined.wait(["error/"], timedelta(seconds=100))'
 DIFFERS = r"the ranks differ in collective \d+: "
 
 
@@ -49,7 +54,7 @@ DIFFERS = r"the ranks differ in collective \d+: "
             rf"{DIFFERS}all_reduce \[3\] on rank 0, broadcast \[3\] on rank 1",
         ),
         (
-            "rank == 1 and next(iter(DataLoader(data.train, collate_fn=lambda _: time.sleep(15))))",
+            f"rank == 1 and next(iter(DataLoader(data.train, collate_fn=lambda _: {STUCK})))",
             r"rank 1 is waiting for its data loader at train\.py:\d+",
         ),
         (
@@ -57,7 +62,7 @@ DIFFERS = r"the ranks differ in collective \d+: "
             "all ranks are blocked at the same line: no rank sends",
         ),
         (
-            "time.sleep(15) if rank == 2 else dist.recv(torch.ones(3), rank + 1)",
+            f"{STUCK} if rank == 2 else dist.recv(torch.ones(3), rank + 1)",
             r"rank 2 is not waiting for other ranks; it is at train\.py:\d+",
         ),
     ],

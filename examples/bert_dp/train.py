@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 -m examples.bert_dp            # with one device per process
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
 
-In each step, DataParallel copies the model to all devices of a process, splits the batch into
-chunks, runs them in threads, and gathers the outputs on the first device. A CPU is one device.
+In each step, DataParallel copies the model to all devices of a process and splits the batch. It
+runs the chunks in threads, and gathers the outputs on the first device. A CPU is one device.
 """
 
 import os

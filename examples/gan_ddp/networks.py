@@ -1,7 +1,7 @@
 """A small generator and a small discriminator, without distributed code.
 
-GroupNorm normalizes each image separately, so the result does not depend on how a batch is split
-over ranks, or on whether real and generated images are in one batch.
+GroupNorm normalizes each image separately. The result therefore does not depend on how a batch is
+split over ranks, or on whether real and generated images are in one batch.
 """
 
 from torch import nn

@@ -61,8 +61,8 @@ def test_an_example(tmp_path: Path, flags: str, fault: At | None, code: str, rea
 def test_a_rank_that_never_arrives(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, time\n"
-        "if os.environ['RANK'] == '1': time.sleep(1000)\n"
+        "import os, signal\n"
+        "if os.environ['RANK'] == '1': signal.pause()\n"
         "from common.launch import RunArgs\n"
         "from common.rank import init_distributed, record\n"
         "record(lambda rank, args: init_distributed(args, rank))(0, RunArgs(timeout=3))\n"

@@ -127,7 +127,6 @@ def test_average_is_that_of_torch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_host_does_not_wait_for_the_average() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).cuda()
     average = ExponentialAverage(model, 0.7)

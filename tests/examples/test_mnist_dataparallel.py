@@ -50,7 +50,6 @@ def test_outputs_and_gradients_are_those_of_the_module(samples: int, devices: in
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("by_hand", [True, False])
 def test_three_replicas_on_one_gpu(by_hand: bool) -> None:
     set_kernels(True, torch.device("cuda"))  # float32 that is float32

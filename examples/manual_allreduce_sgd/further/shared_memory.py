@@ -4,8 +4,8 @@
 
 Each rank writes its numbers to a row in shared memory. Rank r then adds up chunk r of all rows and
 writes the sum to an extra row: a reduce-scatter. Every rank can read all sums there, so no
-all-gather is needed. (Jia et al., 2018, https://arxiv.org/abs/1807.11205, sum in this way within a
-node, and with a ring between nodes.) Gradients can be views of the row, so that nothing is copied.
+all-gather is needed. Jia et al. (2018, https://arxiv.org/abs/1807.11205) sum in this way within a
+node, and with a ring between nodes. Gradients can be views of the row, so that nothing is copied.
 """
 
 import mmap

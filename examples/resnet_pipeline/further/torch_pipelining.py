@@ -7,8 +7,8 @@
 A rank has one stage with gpipe and 1f1b, and two stages with the other schedules. With interleaved,
 rank p of P has the stages p and P + p, so that the next rank can start sooner. With zbv
 (https://arxiv.org/abs/2401.10241), rank p has the stages p and 2 P - 1 - p. The first rank then has
-the first and the last stage, so that backward starts where forward ends, and the gradients of the
-weights fill the remaining bubble. With torch 2.11, zbv needs NCCL.
+the first and the last stage, so that backward starts where forward ends. Weight gradients fill the
+remaining bubble. With torch 2.11, zbv needs NCCL.
 """
 
 import os
