@@ -3,6 +3,7 @@
 python -m tools.resize_images DIR DIR256
 """
 
+import os
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +21,7 @@ from common.launch import UserError, one_line_errors
 def shrink(old: str, new: Path, size: int) -> None:
     """Write a resized image, or copy a small one unchanged; skip a damaged one with a warning."""
     new.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = new.with_name(f".{new.name}")  # loaders skip hidden files
+    unfinished = new.with_name(f".{os.getpid()}-{new.name}")  # loaders skip hidden files
     try:
         if min((image := decode(old)).shape[1:]) > size:
             F.to_pil_image(F.resize(image, [size])).save(unfinished, quality=85)
