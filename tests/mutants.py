@@ -5,7 +5,8 @@
 
 A mutant is a table of the file: `file`, `old` (occurs exactly once), `new`, and either `tests`,
 arguments for pytest, or `layer`, one of LAYERS. Each is planted in a copy of the working tree.
-The exit code is 0 if at least 95% turn a test red; those that do not are printed with their texts.
+The exit code is 0 if at least 95% turn a test red; those that do not are printed with their texts,
+and the numbers of each layer.
 """
 
 import argparse
@@ -121,6 +122,10 @@ def main() -> int:
         print(
             f"\nsurvived: {mutant.file}, {' '.join(mutant.pytest)}\n- {mutant.old}\n+ {mutant.new}"
         )
+    layers = [Path(mutant.pytest[0]).parts[1].removesuffix(".py") for mutant in mutants]
+    for layer in sorted({*layers}):
+        own = [k for k, other in zip(killed, layers, strict=True) if other == layer]
+        print(f"{layer:14} {sum(own):4} of {len(own)} killed")
     print(f"\n{sum(killed)} of {len(killed)} killed ({sum(killed) / len(killed):.0%})")
     return int(sum(killed) < GOAL * len(killed))
 
