@@ -1,13 +1,15 @@
-"""Helpers for DistributedDataParallel."""
+"""Helpers for DistributedDataParallel and DistributedSampler."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
 
 
 def warm_up_buckets(ddp: DistributedDataParallel) -> None:
@@ -111,3 +113,25 @@ def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
     means = flat.split([tensor.numel() for tensor in tensors])
     for tensor, mean in zip(tensors, means, strict=True):
         tensor.copy_(mean.view(tensor.shape))
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """A DistributedSampler that can skip samples and yields (epoch, index) pairs.
+
+    The epoch is part of the key because persistent loader workers keep a copy of the dataset from
+    the first epoch. `set_epoch` does not reach them, but random crops must differ between epochs.
+    """
+
+    _skipped = 0
+
+    def skip(self, samples: int) -> None:
+        """Skip this rank's first `samples` samples in the next iteration.
+
+        Later iterations start at the first sample.
+        """
+        self._skipped = samples
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield (epoch, index) for each of this rank's samples."""
+        epoch, skipped, self._skipped = self.epoch, self._skipped, 0
+        return ((epoch, index) for index in islice(super().__iter__(), skipped, None))

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms.v2 import functional as F
 
 from common.data import absent_classes, image_data
+from common.ddp import ResumableSampler
 from common.image_folder import ImageFolder, readable
 from common.launch import UserError
 from common.rank import cores, print0
-from common.sampler import ResumableSampler
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's statistics; pixels in [0, 1]
 DUMMY_STEPS = 100  # steps per epoch with --dummy

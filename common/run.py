@@ -23,12 +23,11 @@ from torch.profiler import profile, schedule
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import checkpoint
-from common.ddp import check_replicas, unwrapped
+from common.ddp import ResumableSampler, check_replicas, unwrapped
 from common.launch import STOP_SIGNALS, RunArgs, UserError
 from common.log import Log
 from common.precision import autocast, set_kernels
 from common.rank import Stopped
-from common.sampler import ResumableSampler
 
 STOP_DELAY = 0.1  # seconds: approximate delay until ranks react to a signal
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
+from common.ddp import ResumableSampler
 from common.image_folder import ImageFolder
 from common.launch import UserError
-from common.sampler import ResumableSampler
 from examples.resnet_pipeline import pipeline as pipelines
 from examples.resnet_pipeline.data import without_images
 from examples.resnet_pipeline.further import timeline, torch_pipelining, zero_bubble

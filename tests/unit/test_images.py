@@ -17,10 +17,10 @@ from torch.utils.data import DistributedSampler
 from torchvision import datasets, transforms
 from torchvision.transforms import v2
 
+from common.ddp import ResumableSampler
 from common.image_folder import ImageFolder, center_crop, decode
 from common.images import image_loaders, normalize
 from common.launch import UserError
-from common.sampler import ResumableSampler
 from tests import ranks
 
 DATA = os.environ.get("DDP_TEST_DATA", Path(__file__).parents[3] / "shared/data")

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRa
 
 from common import run as run_module
 from common.checkpoint import load_weights
+from common.ddp import ResumableSampler
 from common.launch import RunArgs, UserError
 from common.run import Run
-from common.sampler import ResumableSampler
 from tests import ranks
 
 SMALL: Any = {"batch_size": 12}
