@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,33 +26,23 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 
 SILENT = "does not respond"
-LATEST = 50  # collectives per report
-DATA, COMMUNICATION = "torch/utils/data/", ("torch/distributed/", "torch/autograd/")
+# A rank that is executing code in these folders waits for data or for other ranks.
+WAITS = {"torch/utils/data/": "data", "torch/distributed/": "ranks", "torch/autograd/": "ranks"}
 
 
 def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool) -> None:
-    """Write this rank's state to `folder`/rank-R.json.
+    """Write this rank's state to `folder`/rank-R.json; `frames` is the main thread's stack.
 
-    Args:
-        folder: OUT/hang.
-        frames: the main thread's stack.
-        collectives: True to read the flight recorder, which only the main thread may do.
+    Only the main thread may set `collectives`, which reads the flight recorder.
     """
-    files = [frame.filename for frame in frames]
+    files = " ".join(frame.filename for frame in frames)
     own = [f for f in frames if "/lib/python" not in f.filename and "/common/" not in f.filename]
     at = (own or list(frames))[-1]
-    waits_for = ""
-    if any(DATA in name for name in files):
-        waits_for = "data"
-    elif any(part in name for name in files for part in COMMUNICATION):
-        waits_for = "ranks"
     report = {
         "rank": int(os.environ["RANK"]),
-        "pid": os.getpid(),
-        "host": platform.node(),
         "time": time.time(),
         "line": f"{Path(at.filename).name}:{at.lineno}: {(at.line or '').partition('  #')[0]}",
-        "waits_for": waits_for,
+        "waits_for": [what for code, what in WAITS.items() if code in files],
         "collectives": _recorded() if collectives else None,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,22 +54,15 @@ def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool
 
 def _recorded() -> list[dict[str, Any]]:
     """Return this rank's latest collectives, oldest first."""
-    entries = json.loads(_distributed_c10d._dump_fr_trace_json())["entries"]
     calls = []
-    for entry in entries[-LATEST:]:
-        kind = entry["profiling_name"].partition(":")[2].partition(" ")[0]
+    for entry in json.loads(_distributed_c10d._dump_fr_trace_json())["entries"][-50:]:
+        kind = entry["profiling_name"].partition(":")[2]
         shape = (entry["input_sizes"] or entry["output_sizes"] or [[]])[0]
         call = {"group": entry["process_group"][0], "number": entry["collective_seq_id"]}
         call |= {"call": f"{kind} {shape}", "time": entry["time_created_ns"] / 1e9}
         if not entry["is_p2p"]:
             calls.append(call)
     return calls
-
-
-def read_reports(folder: Path, since: float = 0.0) -> list[dict[str, Any]]:
-    """Return the folder's reports that were written at or after `since`, sorted by rank."""
-    reports = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
-    return sorted((r for r in reports if r["time"] >= since), key=lambda report: report["rank"])
 
 
 def table(reports: Iterable[dict[str, Any]]) -> list[str]:
@@ -95,77 +78,55 @@ def table(reports: Iterable[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def explain(reports: list[dict[str, Any]], states: dict[int, str]) -> str:
+def explain(reports: list[dict[str, Any]], states: Mapping[int, str]) -> str:
     """Explain in one sentence why the ranks wait, naming the rank at fault if there is one.
 
-    Args:
-        reports: result of `read_reports`.
-        states: states of the ranks that wrote no report, for example "is stopped".
+    `states` describes the ranks that wrote no report, for example as "is stopped".
     """
     difference = _difference(reports)
     if states:
-        found = [f"rank {rank} {state}" for rank, state in sorted(states.items())]
-        return "; ".join([*found, difference] if difference else found)
-    at = {report["rank"]: report["line"] for report in reports}
-    if late := [report["rank"] for report in reports if report["waits_for"] == "data"]:
-        return f"rank {_numbers(late)} is waiting for its data loader at {at[late[0]]}"
+        sentences = [f"rank {rank} {state}" for rank, state in sorted(states.items())]
+        return "; ".join([*sentences, difference] if difference else sentences)
+    if late := [report for report in reports if "data" in report["waits_for"]]:
+        return _name(late, "is waiting for its data loader at")
     if difference:
         return difference
-    if busy := [report["rank"] for report in reports if not report["waits_for"]]:
-        return f"rank {_numbers(busy)} is not waiting for other ranks; it is at {at[busy[0]]}"
-    if len({*at.values()}) == 1:
-        return "all ranks are blocked at the same line: no rank sends, or the network failed"
-    where = (f"rank {rank} at {line}" for rank, line in at.items())
-    return f"the ranks are waiting for each other: {'; '.join(where)}"
+    if busy := [report for report in reports if not report["waits_for"]]:
+        return _name(busy, "is not waiting for other ranks; it is at")
+    return "the ranks are waiting for each other, or the network failed"
 
 
 def _difference(reports: list[dict[str, Any]]) -> str:
     """Describe the first collective in which the ranks in a group differ, if there is one."""
-    for group in sorted({c["group"] for r in reports for c in r["collectives"] or ()}):
-        members = {}
-        for report in reports:
-            own = [c for c in report["collectives"] or () if c["group"] == group]
-            if own:
-                members[report["rank"]] = {c["number"]: c["call"] for c in own}
+    groups: dict[str, dict[int, dict[int, str]]] = {}  # each call by group, rank and number
+    for report in reports:
+        for call in report["collectives"] or ():
+            calls = groups.setdefault(call["group"], {}).setdefault(report["rank"], {})
+            calls[call["number"]] = call["call"]
+    for members in groups.values():
         first = max(min(calls) for calls in members.values())  # recorders drop old calls
         last = max(max(calls) for calls in members.values())
         for number in range(first, last + 1):
-            found = {rank: calls[number] for rank, calls in members.items() if number in calls}
-            usual, _ = Counter(found.values()).most_common(1)[0]
-            if missing := sorted(members.keys() - found.keys()):
-                line = next(r["line"] for r in reports if r["rank"] == missing[0])
-                call = f"{usual} (number {number})"
-                return f"rank {_numbers(missing)} did not call {call}; it is at {line}"
-            for rank, call in found.items():
+            called = {rank: calls[number] for rank, calls in members.items() if number in calls}
+            usual, _ = Counter(called.values()).most_common(1)[0]
+            missing = members.keys() - called.keys()
+            if late := [report for report in reports if report["rank"] in missing]:
+                return _name(late, f"did not call {usual} (number {number}); it is at")
+            for rank, call in called.items():
                 if call != usual:
-                    other = next(r for r in found if found[r] == usual)
-                    return (
-                        f"the ranks differ in collective {number}: {usual} on rank {other}, "
-                        f"{call} on rank {rank}"
-                    )
+                    other = next(r for r in called if called[r] == usual)
+                    pair = f"{usual} on rank {other}, {call} on rank {rank}"
+                    return f"the ranks differ in collective {number}: {pair}"
     return ""
 
 
-def _numbers(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-def process_state(pid: int) -> str:
-    """Return the state of a local process that wrote no report."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "has exited"
-    kind = stat.rpartition(")")[2].split()[0]
-    return {"T": "is stopped", "t": "is stopped", "Z": "has exited"}.get(kind, SILENT)
+def _name(reports: list[dict[str, Any]], what: str) -> str:
+    ranks = ", ".join(str(report["rank"]) for report in reports)
+    return f"rank {ranks} {what} {reports[0]['line']}"
 
 
 def install(folder: Path) -> int:
-    """Install a SIGUSR1 handler, which writes a report when the main thread next runs Python code.
-
-    Returns:
-        A file descriptor from which `answer` reads the signals.
-    """
+    """Report on SIGUSR1, and return the file descriptor from which `answer` reads the signals."""
 
     def handle(_: int, frame: FrameType | None) -> None:
         if dist.is_initialized():
@@ -185,49 +146,55 @@ def answer(descriptor: int, folder: Path) -> None:
         return
     time.sleep(0.5)
     path = folder / f"rank-{os.environ['RANK']}.json"
-    if not path.exists() or path.stat().st_mtime < asked:
+    if not path.exists() or path.stat().st_mtime < asked - 0.5:  # this thread may start late
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         write_report(folder, traceback.extract_stack(frame), collectives=False)
 
 
 def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> list[str]:
-    """Write a report, request reports from other ranks on this machine, and compare all reports.
-
-    Args:
-        folder: OUT/hang.
-        error: exception raised by a time-out or a lost connection.
-        store: contains each rank's host and process ID.
-
-    Returns:
-        The lines of `table`, followed by the sentence from `explain`.
-    """
+    """Report the line that raised `error`, and return the comparison with the other ranks."""
     if store is None:
         return []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # keep the report with the error's line
     began = time.time() - 2  # all ranks time out within two seconds of each other
     write_report(folder, traceback.extract_tb(error.__traceback__), collectives=True)
     try:
-        states = _request_reports(store)
+        store.set(f"reported/{os.environ['RANK']}", "")
+        time.sleep(1)
+        ranks = range(int(os.environ["WORLD_SIZE"]))
+        others = [rank for rank in ranks if not store.check([f"reported/{rank}"])]
+        processes = {rank: store.get(f"process/{rank}").decode() for rank in others}
     except RuntimeError:
         return ["rank 0, which hosts the store, has exited"]
-    reports = read_reports(folder, since=began)
+    return compare(folder, processes, since=began)
+
+
+def compare(folder: Path, processes: Mapping[int, str], since: float) -> list[str]:
+    """Request the missing reports, and return the table and the explanation.
+
+    `processes` contains the host and the process ID of each rank that has not reported. Reports
+    that were written before `since` are ignored.
+    """
+    states = {}
+    for rank, process in processes.items():
+        host, pid = process.split()
+        local = host == platform.node()
+        states[rank] = _process_state(int(pid)) if local else f"on {host} did not report"
+        if states[rank] == SILENT:
+            os.kill(int(pid), signal.SIGUSR1)
+    if SILENT in states.values():
+        time.sleep(2)  # a rank that is blocked in a collective reports after half a second
+    written = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
+    reports = sorted((r for r in written if r["time"] >= since), key=lambda r: r["rank"])
     for report in reports:
         states.pop(report["rank"], None)
     return [*table(reports), explain(reports, states)]
 
 
-def _request_reports(store: dist.Store) -> dict[int, str]:
-    """Signal the ranks on this machine that have not reported, and return their states."""
-    store.set(f"reported/{os.environ['RANK']}", "")
-    time.sleep(1)
-    states = {}
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        if not store.check([f"reported/{rank}"]):
-            host, pid = store.get(f"process/{rank}").decode().split()
-            here = host == platform.node()
-            states[rank] = process_state(int(pid)) if here else f"on {host} does not respond"
-            if states[rank] == SILENT:
-                os.kill(int(pid), signal.SIGUSR1)
-    if SILENT in states.values():
-        time.sleep(1.5)
-    return states
+def _process_state(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "has exited"
+    kind = stat.rpartition(")")[2].split()[0]
+    return {"T": "is stopped", "t": "is stopped", "Z": "has exited"}.get(kind, SILENT)

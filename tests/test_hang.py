@@ -1,6 +1,10 @@
 """A hang is explained: planted mistakes among real ranks, and the sentence for each kind."""
 
+import json
+import platform
 import re
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ import pytest
 
 from common.hang import explain, table
 from tests import programs, ranks
+from tools.hang import main
 
 TRAIN = "examples.mnist_ddp_spawn.train"
 IMPORTS = "from datetime import timedelta\n"
@@ -59,7 +64,7 @@ DIFFERS = r"the ranks differ in collective \d+: "
         ),
         (
             "dist.recv(torch.ones(3), (rank + 1) % 3)",
-            "all ranks are blocked at the same line: no rank sends",
+            "the ranks are waiting for each other, or the network failed",
         ),
         (
             f"{STUCK} if rank == 2 else dist.recv(torch.ones(3), rank + 1)",
@@ -96,7 +101,7 @@ def report(rank: int, calls: list[tuple[int, str]], **more: Any) -> dict[str, An
     collectives = [
         {"group": "0", "number": number, "call": call, "time": 0.0} for number, call in calls
     ]
-    own = {"rank": rank, "line": f"train.py:{rank}: call()", "waits_for": "ranks", "time": 9.0}
+    own = {"rank": rank, "line": f"train.py:{rank}: call()", "waits_for": ["ranks"], "time": 9.0}
     return own | {"collectives": collectives} | more
 
 
@@ -113,7 +118,7 @@ FIRST, BIG, SMALL = (1, "all_reduce [3]"), (2, "all_reduce [64]"), (2, "all_redu
             "all_reduce [32] on rank 1",
         ),
         (
-            [report(0, [FIRST, BIG]), report(1, [FIRST], waits_for="data")],
+            [report(0, [FIRST, BIG]), report(1, [FIRST], waits_for=["data"])],
             {},
             "rank 1 is waiting for its data loader at train.py:1: call()",
         ),
@@ -125,8 +130,7 @@ FIRST, BIG, SMALL = (1, "all_reduce [3]"), (2, "all_reduce [64]"), (2, "all_redu
         (
             [report(0, [FIRST]), report(1, [FIRST]), report(2, [], collectives=None)],
             {},
-            "the ranks are waiting for each other: rank 0 at train.py:0: call(); "
-            "rank 1 at train.py:1: call(); rank 2 at train.py:2: call()",
+            "the ranks are waiting for each other, or the network failed",
         ),
     ],
 )
@@ -140,3 +144,21 @@ def test_table_has_a_line_per_rank() -> None:
         "  rank 0: all_reduce [3] (number 1), 9 s ago; at train.py:0: call()",
         "  rank 1: in a call; at train.py:1: call()",
     ]
+
+
+def test_ranks_on_other_machines_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = subprocess.Popen(["true"])
+    local.wait()
+    processes = f"{platform.node()} {local.pid}\nelsewhere 7\nelsewhere 8\n"
+    (tmp_path / "lock").write_text(processes)
+    (tmp_path / "hang").mkdir()
+    ages = {0: 1, 1: 20, 2: 200}  # seconds; the process of rank 0 has exited since
+    for rank, age in ages.items():
+        state = report(rank, [FIRST], time=time.time() - age)
+        (tmp_path / f"hang/rank-{rank}.json").write_text(json.dumps(state))
+    main(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["  rank 1"]
+    assert lines[-1] == "rank 0 has exited; rank 2 on elsewhere did not report"
