@@ -21,8 +21,6 @@ class Args(RunArgs):
     dataset: str = "digits"
     """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     epochs: int = 20
-    """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
     """GLOBAL batch size in samples, divided among the processes, then split over their devices."""
     out: Path = Path("runs/mnist_dataparallel")
-    """Folder for checkpoints, metrics and the result."""

@@ -30,13 +30,8 @@ EXPLAINED = 3  # the iteration to print; the first two also start threads and ch
 class EightSteps(nn.Module):
     """Splits each batch over the devices. A device, such as the CPU, may occur several times.
 
-    Args:
-        module: model that returns one tensor; its parameters and buffers are on the first device.
-        devices: each replica's device. With fewer than two devices, the module is called directly.
-        log: function that prints a line about each step of the third iteration.
-
-    Raises:
-        RuntimeError: a parameter or buffer is not on the first device.
+    The module returns one tensor; its parameters and buffers are on the first device. With fewer
+    than two devices, it is called directly. `log` prints each step of the third iteration.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class EightSteps(nn.Module):
         inputs = tuple(x.to(first, non_blocking=True) for x in inputs)
         self.show("1 copy the batch to the first device", inputs)
 
-        chunks = list(zip(*(scatter(x, self.devices) for x in inputs), strict=True)) or [()]
+        chunks = list(zip(*(scatter(x, self.devices) for x in inputs), strict=True))
         self.show("2 scatter a chunk to each device", (x for chunk in chunks for x in chunk))
 
         replicas = replicate(self.module, self.devices[: len(chunks)])
@@ -126,10 +121,10 @@ def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Split a batch [N, ...] into chunks of ceil(N / devices), one per device.
 
     Chunks can be unequal, and there can be fewer chunks than devices: 5 samples on 4 devices are
-    split into 2, 2 and 1. An empty batch is one empty chunk.
+    split into 2, 2 and 1.
     """
-    chunks = [chunk for chunk in batch.chunk(len(devices)) if len(chunk)] or [batch]
-    return [x.to(device, non_blocking=True) for x, device in zip(chunks, devices, strict=False)]
+    chunks = zip(batch.chunk(len(devices)), devices, strict=False)
+    return [chunk.to(device, non_blocking=True) for chunk, device in chunks]
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:

@@ -1,9 +1,8 @@
 """mnist_dataparallel: train with `nn.DataParallel`; eight_steps.py does the same by hand.
 
-    python -m examples.mnist_dataparallel                           # all GPUs, or 2 CPU threads
-    python -m examples.mnist_dataparallel --explain                 # prints the eight steps
-    python -m examples.mnist_dataparallel --device-ids 0 2          # cuda:0 and cuda:2
-    CUDA_VISIBLE_DEVICES=0,2 python -m examples.mnist_dataparallel  # the same two
+    python -m examples.mnist_dataparallel                     # all GPUs, or 2 CPU threads
+    python -m examples.mnist_dataparallel --explain           # prints the eight steps
+    python -m examples.mnist_dataparallel --device-ids 0 2    # cuda:0 and cuda:2
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel
 
 One process uses all devices on a machine; processes on several machines average gradients.
