@@ -16,7 +16,6 @@ class Args(RunArgs):
     dataset: str = "digits"
     """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     epochs: int = 60
-    """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
     """GLOBAL number of real and of generated images per step, divided by the number of ranks."""
     out: Path = Path("runs/gan_ddp")

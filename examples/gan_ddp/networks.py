@@ -6,19 +6,14 @@ split over ranks, or on whether real and generated images are in one batch.
 
 from torch import nn
 
-from common.launch import UserError
-
 LATENT = 32  # length of the noise vector from which an image is generated
 
 
 def make_generator(size: int) -> nn.Module:
     """Return a network that maps noise [N, LATENT] to images [N, 1, size, size] in [-1, 1].
 
-    Raises:
-        UserError: the size is not a multiple of 4.
+    The size must be a multiple of 4.
     """
-    if size % 4:
-        raise UserError(f"the images are {size}x{size} pixels; the size must be a multiple of 4")
     side = size // 4
     return nn.Sequential(
         nn.Linear(LATENT, 64 * side * side),
@@ -34,12 +29,7 @@ def make_generator(size: int) -> nn.Module:
 
 
 def make_discriminator(size: int, norm: nn.Module | None = None) -> nn.Module:
-    """Return a network that maps images [N, 1, size, size] to logits [N], positive for real ones.
-
-    Args:
-        size: height and width of the images, a multiple of 4.
-        norm: normalization layer for the 64 channels; default: GroupNorm.
-    """
+    """Return a network from images [N, 1, size, size] to logits [N], positive for real images."""
     side = size // 4
     return nn.Sequential(
         nn.Conv2d(1, 32, 4, stride=2, padding=1),  # [N, 32, size/2, size/2]

@@ -61,8 +61,7 @@ def wrapped_critic(network: nn.Module, real: Tensor, fake: Tensor) -> None:
         parameter.grad = gradient
 
 
-Way = Callable[[nn.Module, Tensor, Tensor], None]
-WAYS: dict[str, Way] = {
+WAYS: dict[str, Callable[[nn.Module, Tensor, Tensor], None]] = {
     "one forward and one backward (the rule)": one_forward,
     "two passes: forward, backward, forward, backward": two_passes,
     "two forwards, one backward": two_forwards,
@@ -71,12 +70,10 @@ WAYS: dict[str, Way] = {
 }
 
 
-def try_way(way: Way, norm: nn.Module) -> tuple[float, float, int] | str:
-    """Compute the discriminator's gradients. Every rank calls this.
+def try_way(way: Callable[..., None], norm: nn.Module) -> tuple[float, float, int] | str:
+    """Return the gradients' error, the ranks' difference and the bytes sent, or an error message.
 
-    Returns:
-        The largest gradient error, the largest difference between ranks, and the bytes sent;
-        or an exception's message.
+    Every rank calls this.
     """
     torch.manual_seed(0)
     plain = make_discriminator(8, copy.deepcopy(norm))
