@@ -1,7 +1,6 @@
 """Show each rank's tensors before and after each torch.distributed call.
 
 python -m examples.manual_allreduce_sgd.tour              # with 4 processes
-python -m examples.manual_allreduce_sgd.tour --nproc 2
 """
 
 import time
@@ -14,11 +13,6 @@ import tyro
 from torch import Tensor
 
 from .run import launch
-
-
-def numbers(*values: float) -> Tensor:
-    """Return a float tensor [len(values)]."""
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def text(value: object) -> str:
@@ -40,7 +34,7 @@ def show(call: str, before: str, after: object) -> None:
 
 def send_and_receive(rank: int, world_size: int) -> None:
     """Send a tensor from one rank to another."""
-    value = numbers(100 if rank == 0 else -1)
+    value = torch.tensor([100.0 if rank == 0 else -1.0])
     before = text(value)
     if rank > 0:  # if rank 0 also received first, all ranks would wait forever
         dist.recv(value, src=rank - 1)
@@ -49,7 +43,7 @@ def send_and_receive(rank: int, world_size: int) -> None:
         dist.send(value, dst=rank + 1)
     show("recv from the left, add 1, send to the right; both calls block", before, value)
 
-    value = numbers(7 if rank == 0 else -1)
+    value = torch.tensor([7.0 if rank == 0 else -1.0])
     before = text(value)
     if rank < 2:
         work = dist.isend(value, dst=1) if rank == 0 else dist.irecv(value, src=0)
@@ -61,13 +55,13 @@ def send_and_receive(rank: int, world_size: int) -> None:
 
 def one_to_all(rank: int, world_size: int) -> None:
     """Send from rank 0 to all ranks: the same tensor, or a different tensor to each rank."""
-    value = numbers(rank, 10 * rank)
+    value = torch.tensor([rank, 10.0 * rank])
     before = text(value)
     dist.broadcast(value, src=0)
     show("broadcast(src=0)", before, value)
 
-    parts = [numbers(10 * peer) for peer in range(world_size)] if rank == 0 else None
-    received = numbers(-1)
+    parts = [torch.tensor([10.0 * peer]) for peer in range(world_size)] if rank == 0 else None
+    received = torch.tensor([-1.0])
     dist.scatter(received, parts, src=0)  # only the source passes a list
     show("scatter(src=0)", text(parts), received)
 
@@ -75,12 +69,12 @@ def one_to_all(rank: int, world_size: int) -> None:
 def collect(rank: int, world_size: int) -> None:
     """Collect the values from all ranks, ordered by rank, on rank 0 or on all ranks."""
     # all_gather fills existing tensors, one for each rank in the job, not only on this node.
-    blanks = [numbers(-1) for _ in range(world_size)]
-    dist.all_gather(blanks, numbers(10 * rank))
-    show("all_gather", text(numbers(10 * rank)), blanks)
-    collected = [numbers(-1) for _ in range(world_size)] if rank == 0 else None
-    dist.gather(numbers(10 * rank), collected, dst=0)  # only the destination passes a list
-    show("gather(dst=0)", text(numbers(10 * rank)), collected)
+    own, blanks = torch.tensor([10.0 * rank]), [torch.tensor([-1.0]) for _ in range(world_size)]
+    dist.all_gather(blanks, own)
+    show("all_gather", text(own), blanks)
+    collected = [torch.tensor([-1.0]) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(own, collected, dst=0)  # only the destination passes a list
+    show("gather(dst=0)", text(own), collected)
 
     # Objects are pickled, so use these calls only for small objects from trusted processes.
     objects: list[Any] = [None] * world_size
@@ -93,17 +87,17 @@ def collect(rank: int, world_size: int) -> None:
 
 def reductions(rank: int, world_size: int) -> None:
     """Reduce tensors over all ranks; the result is on rank 0 or on all ranks."""
-    value = numbers(rank + 2)
+    value = torch.tensor([rank + 2.0])
     before = text(value)
     dist.reduce(value, dst=0)
     show("reduce(dst=0, SUM): other ranks are left with partial sums", before, value)
     for name in ("SUM", "PRODUCT", "MIN", "MAX", "AVG"):
-        value = numbers(rank + 2)
+        value = torch.tensor([rank + 2.0])
         dist.all_reduce(value, getattr(dist.ReduceOp, name))
         show(f"all_reduce({name})", before, value)
 
-    parts = [numbers(10 * peer + rank) for peer in range(world_size)]
-    received = numbers(-1)
+    parts = [torch.tensor([10.0 * peer + rank]) for peer in range(world_size)]
+    received = torch.tensor([-1.0])
     dist.reduce_scatter(received, parts)  # half of a ring all-reduce; all_gather is the rest
     show("reduce_scatter(SUM)", text(parts), received)
 
@@ -130,7 +124,7 @@ def refused(rank: int, world_size: int) -> None:
             column, dst=(rank + 1) % world_size
         ),
         "all_reduce of a CPU tensor with nccl; use gloo for CPU tensors": lambda: dist.all_reduce(
-            numbers(rank), group=new_group(backend="nccl")
+            torch.tensor(rank), group=new_group(backend="nccl")
         ),
     }
     for call, function in calls.items():

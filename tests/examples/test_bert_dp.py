@@ -411,7 +411,7 @@ def test_two_processes_of_the_trainer_share_a_batch(tmp_path: Path) -> None:
 
 
 def test_the_linear_model_is_trained_on_the_same_split(capsys: pytest.CaptureFixture[str]) -> None:
-    baseline.main(baseline.Args(seeds=2))
+    baseline.main(seeds=2)
     first, second, mean = (float(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
     assert first != second, "another split"
     assert mean == pytest.approx((first + second) / 2, abs=1e-4)

@@ -354,9 +354,9 @@ def test_torch_trains_like_the_unsplit_model(schedule: Any, tmp_path: Path) -> N
 
 
 def test_the_timeline_has_every_action_once(tmp_path: Path) -> None:
-    args = timeline.Args("resnet18", 6, 3, 32, out=tmp_path / "timeline.png")
+    args, path = zero_bubble.Args("resnet18", 6, 3, 32), tmp_path / "timeline.png"
     charts, _ = ranks.call(
-        timeline.main, args, torch.device("cpu"), folder=tmp_path / "log", ranks=2
+        timeline.main, args, torch.device("cpu"), path, folder=tmp_path / "log", ranks=2
     )
     for events, kinds in zip(charts.values(), ("FB", "FB", "FIW"), strict=True):
         assert Counter(event[:3] for event in events) == Counter(product(range(2), kinds, range(3)))
@@ -364,4 +364,4 @@ def test_the_timeline_has_every_action_once(tmp_path: Path) -> None:
             own = sorted(event[3:] for event in events if event.stage == stage)
             assert all(end <= start for (_, end), (start, _) in pairwise(own))
         assert 0 < timeline.bubble(events) < 1
-    assert args.out.read_bytes().startswith(b"\x89PNG")
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -5,32 +5,29 @@
 The model is a linear SVM on TF-IDF features of characters and character pairs.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+import tyro
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.pipeline import make_pipeline
 from sklearn.svm import LinearSVC
 
-from ..args import REVIEWS, run
+from common.launch import one_line_errors
+
+from ..args import REVIEWS
 from ..data import Reviews, split
 
 
-@dataclass(frozen=True)
-class Args:
-    """Train a linear model on reviews."""
+def main(csv: Path = REVIEWS, seeds: int = 5) -> None:
+    """Print the accuracy on each split's validation reviews.
 
-    csv: Path = REVIEWS
-    """csv file with the columns label (0 or 1) and review."""
-    seeds: int = 5
-    """Number of splits; the other programs use the same splits with --seed 0, 1, ..."""
-
-
-def main(args: Args) -> None:
-    """Print the accuracy on each split's validation reviews."""
-    reviews, accuracies = Reviews(args.csv), []
-    for seed in range(args.seeds):
+    Args:
+        csv: csv file with the columns label (0 or 1) and review.
+        seeds: number of splits; the other programs use the same splits with --seed 0, 1, ...
+    """
+    reviews, accuracies = Reviews(csv), []
+    for seed in range(seeds):
         train, validation = (zip(*part, strict=True) for part in split(reviews, seed))
         model = make_pipeline(TfidfVectorizer(analyzer="char", ngram_range=(1, 2)), LinearSVC())
         accuracies.append(model.fit(*train).score(*validation))
@@ -39,4 +36,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(main, Args)
+    with one_line_errors():
+        tyro.cli(main)

@@ -33,14 +33,22 @@ import torchft  # ty: ignore[import-not-found]
 BATCH_SIZE = 128
 
 
-def make_manager(replica: int, store: dist.TCPStore, parts: dict[str, Any], lighthouse: str) -> Any:
-    """Return a replica's manager, which connects to the lighthouse and to other replicas."""
+def main(replica: int, steps: int = 1000, lighthouse: str = "http://127.0.0.1:29510") -> None:
+    """Train one replica on the digits."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    logging.disable()  # torchft logs a traceback for a lost replica
+    images, labels = image_data("digits", Path()).train.tensors
+    model = DigitNet(size=8, classes=10)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts: dict[str, Any] = {"model": model, "optimizer": sgd}
 
     def load_state_dict(state: dict[str, Any]) -> None:
         for name, part in parts.items():
             part.load_state_dict(state[name])
 
-    return torchft.Manager(
+    manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=load_state_dict,
         state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
@@ -54,18 +62,6 @@ def make_manager(replica: int, store: dist.TCPStore, parts: dict[str, Any], ligh
         lighthouse_addr=lighthouse,
         hostname="127.0.0.1",
     )
-
-
-def main(replica: int, steps: int = 1000, lighthouse: str = "http://127.0.0.1:29510") -> None:
-    """Train one replica on the digits."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    logging.disable()  # torchft logs a traceback for a lost replica
-    images, labels = image_data("digits", Path()).train.tensors
-    model = DigitNet(size=8, classes=10)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = make_manager(replica, store, {"model": model, "optimizer": sgd}, lighthouse)
     optimizer = torchft.Optimizer(manager, sgd)
     while manager.current_step() < steps:
         optimizer.zero_grad()  # forms a quorum; a joining replica receives the state here

@@ -9,7 +9,6 @@ for the device after each action, so that the times include the device's work.
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +20,7 @@ from matplotlib.figure import Figure
 from common.launch import RunArgs
 from common.rank import init_distributed, print0
 
-from . import zero_bubble
-from .zero_bubble import FORMS, Pipeline, prepare
+from .zero_bubble import FORMS, Args, Pipeline, prepare
 
 COLORS = {"F": "lightblue", "B": "orange", "I": "lightgreen", "W": "pink"}
 
@@ -35,13 +33,6 @@ class Event(NamedTuple):
     micro: int
     start: float
     end: float
-
-
-@dataclass(frozen=True)
-class Args(zero_bubble.Args):
-    """Draw a step with each schedule."""
-
-    out: Path = Path("timeline.png")
 
 
 def record(pipeline: Pipeline, kind: str, method: str, events: list[Event]) -> None:
@@ -100,15 +91,17 @@ def draw(charts: dict[str, list[Event]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(args: Args, device: torch.device) -> dict[str, list[Event]]:
+def main(args: Args, device: torch.device, path: Path) -> dict[str, list[Event]]:
     """Run a step with each schedule, and draw the timelines. Every rank calls this."""
     charts = {name: run(args, device, name) for name in FORMS}
     if dist.get_rank() == 0:
-        draw(charts, args.out)
-    print0(f"{', '.join(f'{n}: bubble {bubble(e):.0%}' for n, e in charts.items())}; {args.out}")
+        draw(charts, path)
+    print0(f"{', '.join(f'{n}: bubble {bubble(e):.0%}' for n, e in charts.items())}; {path}")
     return charts
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args), init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0"))))
+    arguments = tyro.cli(Args, description="Draw a step with each schedule.")
+    rank_device = init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0")))
+    main(arguments, rank_device, Path("timeline.png"))
     dist.destroy_process_group()
