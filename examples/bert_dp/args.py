@@ -41,7 +41,6 @@ class Args(TextArgs, RunArgs):
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
     """GLOBAL batch size in reviews, divided among the ranks, then split over their devices."""
     log_every: Annotated[int, arg(metavar="STEPS", aliases=["-p", "--print-freq"])] = 100
-    """Steps between printed losses; 0 prints only one line per epoch."""
     out: Path = Path("runs/bert_dp")
     """Folder for checkpoints, metrics, the result, and the best model for predict.py."""
 

@@ -18,20 +18,14 @@ ID2LABEL = {0: "差评", 1: "好评"}  # bad, good
 
 
 class Reviews(Dataset[tuple[str, int]]):
-    """Dataset of reviews and their labels, 0 or 1.
+    """Dataset of reviews and their labels, 0 or 1, from a csv file in UTF-8.
 
     Incomplete rows and reviews that occur with both labels are left out. Repeated reviews are used
     once, because they could otherwise be in both the training and the validation set.
 
-    Args:
-        path: a csv file in UTF-8 with the columns `label` and `review`.
-
     Attributes:
         rows: each review's row number in the file; the first row below the header is 1.
         about: summary of the rows that were left out.
-
-    Raises:
-        UserError: the file is not a table with these columns, or a label is neither 0 nor 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,9 +68,6 @@ def read_cells(path: Path) -> pandas.DataFrame:
     """Return all cells of a csv file as text. Row 0 is the header.
 
     In a file with only one column, an empty line is also a row.
-
-    Raises:
-        UserError: the file is missing, not in UTF-8, or not a table.
     """
     refuse_lfs_pointer(path)
     content = path.read_bytes()

@@ -36,13 +36,8 @@ def pretrained(
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
     """Load a BERT from a local folder, without network access and without executing code.
 
-    Args:
-        folder: contains config.json, weights, and vocab.txt or tokenizer.json.
-        max_length: number of tokens that the model must accept.
-        new_head: initialize the classifier if it is missing or has other classes.
-
-    Raises:
-        UserError: files are missing or damaged, or belong to another kind of model.
+    The model must accept `max_length` tokens. If `new_head` is True, a classifier that is missing
+    or has other classes is initialized.
     """
     logging.set_verbosity_error()  # no warnings about missing weights; they are checked below
     files = {path.name: path for path in folder.glob("*") if path.is_file()}

@@ -59,11 +59,7 @@ def main(args: Args) -> None:
 
 
 def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any]) -> None:
-    """Write the cells of a csv file, and the columns prediction and probability, to a new file.
-
-    Raises:
-        UserError: `path` is not a table with this column, or `out` exists.
-    """
+    """Write the cells of a csv file, and the columns prediction and probability, to a new file."""
     if out.exists():
         raise UserError(f"{out} exists; choose another file with --out")
     cells = read_cells(path)

@@ -50,7 +50,6 @@ class Args(NodeArgs):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # ty: ignore
     """auto selects bf16 if the device supports it natively, else fp32."""
     out: Path = Path("runs/imagenet_ddp")
-    """Folder for checkpoints, metrics and the result."""
 
     def __post_init__(self) -> None:
         values = (90, 256, 224, 0.1) if self.data or self.dummy else (6, 96, 32, 0.02)

@@ -34,11 +34,7 @@ def options(args: Args) -> dict[str, Any]:
 
 
 def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
-    """Build the model that --arch names, on the device. Every rank calls this.
-
-    Raises:
-        UserError: the model does not exist, or --sync-bn is used without CUDA.
-    """
+    """Build the model that --arch names, on the device. Every rank calls this."""
     names = models.list_models(module=models)
     if args.arch not in names:
         similar = difflib.get_close_matches(args.arch, names) or ["resnet18", "resnet50"]
@@ -79,11 +75,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
 
 
 def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
-    """Load the weights that --resume specifies, for --evaluate.
-
-    Raises:
-        UserError: there are no weights, or they belong to other classes.
-    """
+    """Load the weights that --resume specifies, for --evaluate."""
     if args.resume == "no":
         if not args.pretrained:
             raise UserError("--evaluate needs weights; add --resume auto|PATH or --pretrained")
@@ -99,11 +91,7 @@ def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
 
 
 def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
-    """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then a half cosine to 0.
-
-    Raises:
-        UserError: --batch-size, --accumulate or --start-epoch has an invalid value.
-    """
+    """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then a half cosine to 0."""
     if loader.batch_size % args.accumulate:
         raise UserError(
             f"the local batch size {loader.batch_size} is not divisible by --accumulate "

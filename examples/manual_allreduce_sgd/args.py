@@ -18,6 +18,4 @@ class Args(RunArgs):
     lr: float = 0.01
     """Learning rate."""
     seed: int = 1234
-    """Seed of the parameters and the sample order."""
     out: Path = Path("runs/manual_allreduce_sgd")
-    """Folder for checkpoints, metrics and the result."""

@@ -36,11 +36,7 @@ def init_process(rank: int, world_size: int, file: str, function: Any, *args: An
 
 
 def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Call `function(*args)` on each rank, and wait until all have returned.
-
-    Raises:
-        SystemExit: a rank failed.
-    """
+    """Call `function(*args)` on each rank, and wait until all have returned."""
     context, processes = mp.get_context("fork"), []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(world_size):

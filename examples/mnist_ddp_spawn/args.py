@@ -20,8 +20,6 @@ class Args(NodeArgs):
     epochs: int = 20
     """Passes over the training set; MNIST needs only one."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
-    """GLOBAL batch size in samples, divided by the number of ranks."""
     lr: float = 0.2
     """Peak learning rate of the one-cycle schedule."""
     out: Path = Path("runs/mnist_ddp_spawn")
-    """Folder for checkpoints, metrics and the result."""

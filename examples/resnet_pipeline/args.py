@@ -33,10 +33,8 @@ class Args(RunArgs):
     image_size: int = 32
     """Height and width of the images, in pixels."""
     epochs: int = 5
-    """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 96
     """GLOBAL batch size in samples, divided by the number of replicas."""
     lr: float = 1e-3
     """Learning rate of AdamW."""
     out: Path = Path("runs/resnet_pipeline")
-    """Folder for checkpoints, metrics and the result."""

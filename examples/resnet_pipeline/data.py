@@ -14,11 +14,7 @@ from .args import Args
 
 
 def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
-    """Return this replica's DataLoaders for training and test images. Every rank calls this.
-
-    Raises:
-        UserError: the batch cannot be divided among the replicas or into micro-batches.
-    """
+    """Return this replica's DataLoaders for training and test images. Every rank calls this."""
     batch, first = local_batch_size(args.batch_size, mesh.size(0)), mesh.get_local_rank("pp") == 0
     if not 1 <= args.micro_batches <= batch:
         raise UserError(

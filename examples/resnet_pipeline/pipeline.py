@@ -18,15 +18,11 @@ messages. A column is a unit of time, and a dot is idle time. P = 3, M = 4:
         stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
 Time: in both, a stage works for 2 M columns and waits for 2 (P - 1) columns. The idle fraction, or
-bubble, is (P - 1) / (M + P - 1), so more micro-batches shrink it. They also make each matrix
-product smaller and therefore less efficient, so the best M has to be measured.
+bubble, is (P - 1) / (M + P - 1).
 
 Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps those
 of all M micro-batches. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards
 before B0. M can therefore grow without using more memory.
-
-Both add up the same gradients in the order of the micro-batches. A step therefore trains the same
-model as the un-split network that accumulates gradients over micro-batches.
 """
 
 from collections.abc import Callable
@@ -82,12 +78,8 @@ def new_group(rows: Tensor, timeout: float) -> dist.ProcessGroup:
 class Pipeline(nn.Module):
     """One stage of a pipeline, which communicates with the previous and the next stage.
 
-    Args:
-        stage: this rank's layers, a module with one input and one output tensor.
-        mesh: result of `make_mesh`.
-        schedule: gpipe or one_forward_one_backward.
-        micro_batches: number M of micro-batches; their sizes differ by at most one sample.
-        timeout: maximum wait for a message, in seconds.
+    `stage` has one input and one output tensor. Micro-batches differ in size by at most one sample.
+    `timeout` is the maximum wait for a message, in seconds.
     """
 
     def __init__(
@@ -119,14 +111,9 @@ class Pipeline(nn.Module):
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         """Run forward and backward for a batch, and add the gradients of its mean loss to `.grad`.
 
-        Every rank in the pipeline calls this.
-
-        Args:
-            images: [B, 3, H, W]; only the first stage reads them.
-            labels: [B]; only the last stage reads them, but all stages use their number.
-
-        Returns:
-            The mean loss of the batch on the last stage, 0 on the other stages.
+        Every rank in the pipeline calls this. The first stage reads the images [B, 3, H, W]. The
+        last stage reads the labels [B] and returns the mean loss. Other stages use only the number
+        of labels, and return 0.
         """
         self.images = images.tensor_split(self.micro_batches)  # 10 into 4: 3, 3, 2, 2
         self.labels, self.samples = labels.tensor_split(self.micro_batches), len(labels)

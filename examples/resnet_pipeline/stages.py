@@ -24,9 +24,6 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
 
     A cut is possible where a single tensor passes: before a residual block and before the head. By
     default, stages have equal numbers of residual blocks.
-
-    Raises:
-        UserError: `cuts` does not name `stages` - 1 blocks in order, or there are too few blocks.
     """
     row = [["conv1", "bn1", "relu", "maxpool"]]
     for layer in ("layer1", "layer2", "layer3", "layer4"):

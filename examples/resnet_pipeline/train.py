@@ -3,8 +3,6 @@
     python -m examples.resnet_pipeline                          # one stage: the un-split model
     python -m examples.resnet_pipeline --nproc 2                # two stages
     python -m examples.resnet_pipeline --nproc 4 --stages 2     # two replicas of two stages
-    python -m examples.resnet_pipeline --nproc 2 --schedule gpipe --micro-batches 8
-    torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline
 
 Read two_devices.py first. pipeline.py contains the schedules and messages, and stages.py the cuts.
 Any number of stages trains the same model as the un-split ResNet that accumulates gradients over

@@ -74,9 +74,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
     optimizer = AdamW(model.parameters(), args.lr)
     first_epoch = 0
-    if (
-        args.resume and CHECKPOINT.exists()
-    ):  # every rank reads it; the names have no "module." prefix
+    if args.resume and CHECKPOINT.exists():  # every rank reads it; no name starts with "module."
         saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

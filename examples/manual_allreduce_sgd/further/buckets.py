@@ -25,11 +25,9 @@ from ..train import average_gradients
 class Buckets:
     """Averages a model's gradients over the ranks, during backward.
 
-    Every rank creates an instance for the same model, and calls `wait` after each backward.
-
-    Args:
-        model: model to train; parameters that are unused in a step get zero gradients.
-        bucket_bytes: size at which a bucket is closed; DDP's default is 25 MB.
+    Every rank creates an instance for the same model, and calls `wait` after each backward. A
+    bucket is closed when it reaches `bucket_bytes`; DDP's default is 25 MB. Parameters that are
+    unused in a step get zero gradients.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = 1 << 20) -> None:

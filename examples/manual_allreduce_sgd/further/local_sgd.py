@@ -27,12 +27,9 @@ from ..train import average_gradients, partition_dataset
 
 
 class Outer:
-    """Combines the ranks' models. With the default values, the result is their mean.
+    """Combines the ranks' models, which start equal, with a step of an outer Nesterov SGD.
 
-    Args:
-        model: the model that this rank trains; equal on all ranks at the start.
-        lr: learning rate of the outer SGD.
-        momentum: Nesterov momentum of the outer SGD.
+    With the default values, the result is the mean of the models.
     """
 
     def __init__(self, model: nn.Module, lr: float = 1.0, momentum: float = 0.0) -> None:

@@ -24,19 +24,15 @@ TIMEOUT = 60.0  # seconds: maximum wait for another rank
 
 
 class SharedMemory:
-    """Shared memory for one float tensor [n] per rank, and for their sum.
+    """Shared memory for one float tensor [n] per rank, with at least 2 ranks, and for their sum.
 
     Create it before the ranks are forked. The memory is anonymous, so it is freed when the last
     process exits, and a container's small /dev/shm does not limit it.
-
-    Args:
-        world_size: number of ranks, at least 2.
-        length: number n of elements per tensor.
     """
 
-    def __init__(self, world_size: int, length: int) -> None:
-        memory = mmap.mmap(-1, (world_size + 1) * length * 4)  # forked processes share it
-        self.rows = torch.frombuffer(memory, dtype=torch.float32).view(world_size + 1, length)
+    def __init__(self, world_size: int, n: int) -> None:
+        memory = mmap.mmap(-1, (world_size + 1) * n * 4)  # forked processes share it
+        self.rows = torch.frombuffer(memory, dtype=torch.float32).view(world_size + 1, n)
         self.barrier = mp.get_context("fork").Barrier(world_size)
 
     @property

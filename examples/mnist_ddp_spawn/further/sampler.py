@@ -1,7 +1,6 @@
 """Show which rank gets which sample, and how to restore the dataset order.
 
     python -m examples.mnist_ddp_spawn.further.sampler              # 3 processes, 10 samples
-    python -m examples.mnist_ddp_spawn.further.sampler --nproc 4 --samples 7
 
 This program uses only torch, and starts its ranks with `mp.spawn`.
 """
