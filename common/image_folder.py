@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
-from torchvision import datasets
+from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
@@ -28,13 +28,14 @@ NO_CLASSES = {"@eaDir", "@Recycle", "@Recently-Snapshot", "@__thumb", "#recycle"
 NO_CLASSES |= {"$RECYCLE.BIN", "System Volume Information", "__MACOSX", "lost+found"}
 
 
-class ImageFolder(datasets.ImageFolder):
-    """torchvision's ImageFolder with images as bytes [3, size, size] and reproducible crops.
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Images as bytes [3, size, size] and labels, from a folder with one subfolder per class.
 
-    A key (epoch, index) selects a random crop; a plain index selects the center crop.
+    Classes and images have the order of torchvision's ImageFolder. A key (epoch, index) selects a
+    random crop; a plain index selects the center crop.
 
     Args:
-        root: folder with one subfolder of images per class.
+        root: folder with the class folders.
         size: height and width of the images, in pixels.
         seed: seed of the random crops.
         classes: class names in the order of their labels; default: the sorted folder names.
@@ -46,44 +47,32 @@ class ImageFolder(datasets.ImageFolder):
     def __init__(
         self, root: Path, size: int, seed: int = 0, classes: Sequence[str] | None = None
     ) -> None:
-        self.seed, self.known_classes = seed, classes
+        self.seed = seed
         self.center_crop = center_crop(size)
         self.random_crop = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip()])
-        try:
-            super().__init__(str(root))
-        except OSError as error:
-            siblings = ", ".join(sorted(readable(path.name) for path in root.parent.glob("*/"))[:5])
-            raise UserError(
-                f"{readable(error.filename)}: {error.strerror}; expected {readable(root)}/CLASS/"
-                f"*.jpg ({readable(root.parent)} contains {siblings or 'no folders'})"
-            ) from None
-
-    @property
-    def columns(self) -> dict[str, list[str]]:
-        """The image paths, as a column for `predictions.csv`."""
-        return {"file": [readable(path) for path, _ in self.samples]}
-
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        """Return the class names and their labels."""
-        names = list(self.known_classes or _class_folders(directory))
-        return names, {name: label for label, name in enumerate(names)}
-
-    @staticmethod
-    def make_dataset(
-        directory: str | Path, class_to_idx: dict[str, int], *_: Any, **__: Any
-    ) -> list[tuple[str, int]]:
-        """Return each image's path and label."""
-        samples, reached = list[tuple[str, int]](), {os.path.realpath(directory): str(directory)}
-        for name, folder in _class_folders(directory).items():
-            if name not in class_to_idx:
-                known = ", ".join([*list(class_to_idx)[:5], "..."])
+        folders = _class_folders(root)
+        self.classes = list(classes or folders)
+        self.samples: list[tuple[str, int]] = []
+        reached = {os.path.realpath(root): str(root)}
+        for name, folder in folders.items():
+            if name not in self.classes:
+                known = ", ".join([*self.classes[:5], "..."])
                 text = f"{readable(folder)} is not a class of the training set ({known})"
                 raise UserError(f"{text}; rename or remove it")
             if not (paths := list_images(folder, reached)):
                 kinds = " ".join(IMG_EXTENSIONS)
                 raise UserError(f"{readable(folder)} has no images ({kinds}); remove it")
-            samples += [(path, class_to_idx[name]) for path in paths]
-        return samples
+            label = self.classes.index(name)
+            self.samples += [(path, label) for path in paths]
+        self.targets = [label for _, label in self.samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @property
+    def columns(self) -> dict[str, list[str]]:
+        """The image paths, as a column for `predictions.csv`."""
+        return {"file": [readable(path) for path, _ in self.samples]}
 
     def __getitem__(self, index: Any) -> tuple[Tensor, int]:
         """Return an image as bytes [3, size, size], and its label."""
@@ -130,51 +119,51 @@ def readable(path: str | Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def _class_folders(root: str | Path) -> dict[str, str]:
+def _class_folders(root: Path) -> dict[str, str]:
     """Return the class folders, sorted by name. Names are in NFC; macOS may decompose them."""
     folders: dict[str, str] = {}
-    for entry in list(os.scandir(root)):
+    for entry in _visible(os.fspath(root)):
         if entry.is_symlink() and not Path(entry.path).exists():
             raise UserError(f"{readable(entry.path)} is a broken link; fix or remove it")
-        if entry.is_dir() and not _is_hidden(entry.name):
+        if entry.is_dir():
             name = unicodedata.normalize("NFC", readable(entry.name))
             if name in folders:
                 raise UserError(f"{readable(root)} has {name} in two Unicode forms; merge them")
-            folders[name] = os.fspath(entry.path)
+            folders[name] = entry.path
     if not folders:
-        root = readable(root)
-        raise UserError(f"{root} has no class folders; expected {root}/CLASS/*.jpg")
+        raise UserError(f"{readable(root)} has no class folders; expected CLASS/*.jpg in it")
     return dict(sorted(folders.items()))
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name in NO_CLASSES
+def _visible(folder: str) -> list[os.DirEntry[str]]:
+    """Return a folder's entries, without hidden ones: files first, each kind sorted by name."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_dir(), entry.name))
+    except OSError as error:
+        text = f"{readable(folder)}: {error.strerror}"
+        raise UserError(f"{text}; expected a folder with images") from None
+    return [x for x in entries if not x.name.startswith(".") and x.name not in NO_CLASSES]
 
 
 def list_images(folder: str, reached: dict[str, str]) -> list[str]:
     """Return all images below a folder. Links are followed, but may not lead to an image twice.
 
-    `reached` maps the real paths of folders and linked files to the paths that led there.
+    `reached` maps the real paths of folders and images to the paths that led there.
     """
-    real_folder, images = _reach(folder, reached), list[str]()
-    for entry in sorted(os.scandir(folder), key=lambda entry: (entry.is_dir(), entry.name)):
-        if _is_hidden(entry.name):
-            continue
+    real_folder, images = os.path.realpath(folder), list[str]()
+    _reach(real_folder, folder, reached)
+    for entry in _visible(folder):
         if entry.is_dir():
             images += list_images(entry.path, reached)
         elif entry.name.lower().endswith(IMG_EXTENSIONS):
-            if entry.is_symlink() or f"{real_folder}/{entry.name}" in reached:
-                _reach(entry.path, reached)
+            real = f"{real_folder}/{entry.name}"
+            _reach(os.path.realpath(real) if entry.is_symlink() else real, entry.path, reached)
             images.append(entry.path)
     return images
 
 
-def _reach(path: str, reached: dict[str, str]) -> str:
-    """Record that a folder or linked file was reached, and return its real path."""
-    real = os.path.realpath(path)
-    # A link to a file in a folder that was already reached also repeats an image.
-    first = reached.get(real) or (Path(path).is_symlink() and reached.get(str(Path(real).parent)))
-    if first:
+def _reach(real: str, path: str, reached: dict[str, str]) -> None:
+    """Record that `path` led to a real path, to which no other path may lead."""
+    if first := reached.get(real):
         raise UserError(f"{readable(path)} duplicates images of {readable(first)}; remove the link")
     reached[real] = path
-    return real
