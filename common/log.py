@@ -30,7 +30,7 @@ class Log:
 
     def __init__(self, out: Path, active: bool) -> None:
         self.out, self.active = out, active
-        self.points: list[dict[str, Any]] = []  # values from the whole run, to draw the curves
+        self._metrics = out / "metrics.jsonl"
         self._unwritten: list[dict[str, Any]] = []
         self._events: Any = None
         tqdm.set_lock(threading.RLock())  # tqdm's default semaphore would outlive a killed process
@@ -54,10 +54,9 @@ class Log:
             return
         if step == 0:
             self._move_earlier_run()
-        self.points = [p for p in read_points(self.out / "metrics.jsonl") if p["step"] <= step]
+        points = [p for p in read_points(self._metrics) if p["step"] <= step]
         self.out.mkdir(parents=True, exist_ok=True)
-        text = "".join(json.dumps(point) + "\n" for point in self.points)
-        (self.out / "metrics.jsonl").write_text(text)
+        self._metrics.write_text("".join(json.dumps(point) + "\n" for point in points))
         from torch.utils.tensorboard import SummaryWriter  # takes a second; only rank 0 needs it
 
         purge = step + 1 if step else None  # this run repeats the events after `step`
@@ -84,9 +83,11 @@ class Log:
         """Record values for a step, under the names that TensorBoard shows."""
         if self.active:
             self._unwritten.append({"step": step, **values})
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
 
     def write(self) -> None:
-        """Write the recorded values.
+        """Write the recorded values to metrics.jsonl.
 
         Raises:
             UserError: the file cannot be written.
@@ -94,19 +95,12 @@ class Log:
         if not self._unwritten:
             return
         try:
-            with (self.out / "metrics.jsonl").open("a") as file:
+            with self._metrics.open("a") as file:
                 file.writelines(json.dumps(point) + "\n" for point in self._unwritten)
         except OSError as error:
-            path = self.out / "metrics.jsonl"
-            raise UserError(
-                f"cannot write {path}: {error.strerror}; check space and permissions"
-            ) from None
-        for point in self._unwritten:
-            for name, value in point.items():
-                if name != "step":
-                    self._events.add_scalar(name, value, point["step"])
-        self.points += self._unwritten
-        self._unwritten = []
+            text = f"cannot write {self._metrics}: {error.strerror}"
+            raise UserError(f"{text}; check space and permissions") from None
+        self._unwritten.clear()
 
     def close(self, result: Mapping[str, Any]) -> None:
         """Write the remaining values, curves.png and result.json."""
@@ -114,7 +108,7 @@ class Log:
         if self.active:
             self.write()
             self._events.close()
-            draw_curves(self.points, self.out / "curves.png")
+            draw_curves(read_points(self._metrics), self.out / "curves.png")
             where = {"host": platform.node(), "commit": _commit(), "torch": torch.__version__}
             text = json.dumps({**result, **where}, indent=2, default=str)
             (self.out / "result.json").write_text(text + "\n")
