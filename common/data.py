@@ -82,9 +82,7 @@ def image_data(name: str, folder: Path) -> ImageData:
 
 def _digits() -> ImageData:
     """Read scikit-learn's 1,797 digits of 8x8 pixels; every fifth digit is in the test set."""
-    package = importlib.util.find_spec("sklearn")  # importing it would take seconds on every rank
-    assert package is not None
-    assert package.origin is not None
+    package: Any = importlib.util.find_spec("sklearn")  # importing it takes seconds on every rank
     file = Path(package.origin).parent / "datasets/data/digits.csv.gz"
     table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # 64 pixels in [0, 16], and a label
     images = (table[:, :-1] * (255 / 16)).round().view(-1, 8, 8)
@@ -144,7 +142,7 @@ def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
     """Normalize all splits with the mean and the standard deviation of the training pixels."""
     std, mean = (float(value) for value in torch.std_mean(splits[0][0].float().div_(255)))
     train, test = (
-        TensorDataset(x.unsqueeze(1).float().div_(255).sub_(mean).div_(std or 1.0), y.long())
+        TensorDataset(x.unsqueeze(1).float().div_(255).sub_(mean).div_(std), y.long())
         for x, y in splits
     )
     classes = 1 + max(int(labels.max()) for _, labels in splits)  # a split may lack the last class

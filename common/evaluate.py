@@ -1,6 +1,5 @@
 """Evaluate a model on a whole dataset, with each sample counted once and in dataset order."""
 
-import csv
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,16 +26,11 @@ class Evaluation(NamedTuple):
 
 
 def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the rows from all ranks in dataset order, [total, ...].
+    """Return the rows from all ranks in dataset order, [total, ...]. Every rank calls this.
 
-    Every rank calls this. `DistributedSampler(shuffle=False)` gives rank r of W the samples
-    r, r + W, r + 2 W, ... and repeats the first samples so that all ranks have the same number.
-    This function removes the repeats.
-
-    Args:
-        rows: CPU tensor [ceil(total / W), ...] with one row for each of this rank's samples.
-        total: number of samples in the dataset.
-        group: process group of W ranks; default: all ranks.
+    `DistributedSampler(shuffle=False)` gives rank r of W the samples r, r + W, r + 2 W, ... and
+    repeats the first samples so that all ranks have the same number. The repeats are removed.
+    `rows` is a CPU tensor with one row for each of this rank's samples.
     """
     shards = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, rows.contiguous(), group=group)
@@ -70,11 +64,10 @@ def evaluate(
     columns: list[tuple[Tensor, ...]] = []
     training = model.training
     model.eval()
-    for *inputs, labels in batches:
-        moved = (tensor.to(device, non_blocking=True) for tensor in inputs)
+    for batch in batches:
+        *inputs, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
         with autocast:
-            logits = model(*moved).float()  # [B, C]
-        labels = labels.to(device, non_blocking=True)
+            logits = model(*inputs).float()  # [B, C]
         classes = logits.shape[1]
         scores = logits.softmax(dim=1)[:, : classes if classes <= MAX_SCORED_CLASSES else 0]
         losses = F.cross_entropy(logits, labels, reduction="none")
@@ -98,22 +91,13 @@ def evaluate(
 def write_predictions(
     path: Path, class_names: Sequence[str], evaluation: Evaluation, **columns: Sequence[Any]
 ) -> None:
-    """Write one row per sample to a csv file, on rank 0.
-
-    Args:
-        path: the csv file.
-        class_names: names of the labels 0, 1, ...
-        evaluation: result of `evaluate`.
-        columns: additional columns by name, with one value per sample.
-    """
+    """Write one row per sample to a csv file, on rank 0; `columns` are additional columns."""
     if dist.get_rank() != 0:
         return
+    import pandas as pd  # only rank 0 needs it
+
     labels, predictions = evaluation.targets.tolist(), evaluation.predictions.tolist()
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        head = ("index", "label", "prediction", "label_name", "prediction_name")
-        writer.writerow([*head, *columns])
-        rows = zip(labels, predictions, *columns.values(), strict=True)
-        for index, (label, prediction, *more) in enumerate(rows):
-            names = class_names[label], class_names[prediction]
-            writer.writerow([index, label, prediction, *names, *more])
+    names = {"label_name": [class_names[label] for label in labels]}
+    names["prediction_name"] = [class_names[label] for label in predictions]
+    table = pd.DataFrame({"label": labels, "prediction": predictions, **names, **columns})
+    table.to_csv(path, index_label="index", lineterminator="\r\n")  # quotes all line breaks

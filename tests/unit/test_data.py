@@ -122,13 +122,6 @@ def test_mean_and_deviation_are_those_of_the_training_set(tmp_path: Path) -> Non
     assert data.about == about | {"mean": data.mean, "std": data.std}
 
 
-def test_constant_images_are_no_division_by_zero(tmp_path: Path) -> None:
-    write(tmp_path, np.arange(3), np.arange(3))
-    for name in (FILES[0], FILES[2]):
-        (tmp_path / f"{name}-ubyte").write_bytes(idx(np.full((3, 12, 12), 7)))
-    assert not image_data(str(tmp_path), Path("unused")).train.tensors[0].any()
-
-
 def test_digits_are_those_of_scikit_learn() -> None:
     data, (images, labels) = image_data("digits", Path("unused")), load_digits(return_X_y=True)
     test = np.arange(1797) % 5 == 0

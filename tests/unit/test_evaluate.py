@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from common.evaluate import Evaluation, evaluate, in_dataset_order, write_predictions
+from common.evaluate import Evaluation, evaluate, write_predictions
 from common.launch import UserError
 from examples.mnist_ddp_spawn.train import report
 from tests import ranks
@@ -131,17 +131,6 @@ def test_divergence_is_the_users_error(tmp_path: Path) -> None:
     message = ranks.call(diverge, folder=tmp_path, ranks=2)[1]
     assert "training diverged" in message
     assert "or the data contains NaN" in message
-
-
-def gather(total: int) -> Tensor:
-    samples = list(DistributedSampler(TensorDataset(torch.zeros(total)), shuffle=False))
-    return in_dataset_order(torch.tensor(samples)[:, None] * torch.tensor([1, 10]), total)
-
-
-@pytest.mark.parametrize("total", [1, 2, 3, 7])
-def test_rows_return_in_dataset_order(total: int, tmp_path: Path) -> None:
-    for rows in ranks.call(gather, total, folder=tmp_path, ranks=3):
-        assert rows.tolist() == [[index, 10 * index] for index in range(total)]
 
 
 def write(folder: Path) -> None:
