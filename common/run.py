@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, schedule
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import checkpoint
@@ -93,7 +93,9 @@ class Run:
         self._step_began = time.perf_counter()
         if args.profile:
             when = schedule(skip_first=10, wait=0, warmup=1, active=args.profile, repeat=1)
-            self._profile = profile(schedule=when, on_trace_ready=self._write_trace)
+            folder, name = str(args.out / "profile"), f"rank-{self.rank}"
+            write = tensorboard_trace_handler(folder, name, use_gzip=True)
+            self._profile = profile(schedule=when, on_trace_ready=write)
             self._profile.start()
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._remember_signal)
@@ -273,12 +275,6 @@ class Run:
             self._stop(signum)
         elif self.step % self.args.checkpoint_every == 0 and self.batch < total:
             self.save()
-
-    def _write_trace(self, traced: profile) -> None:
-        folder = self.args.out / "profile"
-        folder.mkdir(exist_ok=True)
-        traced.export_chrome_trace(str(folder / f"rank-{self.rank}.json.gz"))
-        self.print0(f"wrote a trace of {self.args.profile} steps to {folder}")
 
     def log(self, loss: Tensor) -> None:
         """Store this rank's mean loss for a step. Reading it now would wait for the device."""

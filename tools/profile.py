@@ -1,56 +1,38 @@
 """Print how each rank spends its time, from the traces that --profile writes.
 
-    python -m examples.NAME --profile 20 --out runs/NAME
-    python -m tools.profile runs/NAME/profile
-
-Communication that overlaps with computing counts as computing. Data loading that overlaps with
-either is not counted. Perfetto, TensorBoard and HolisticTraceAnalysis can open the same files.
+python -m tools.profile runs/NAME
 """
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+import re
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+PATTERNS = {  # category and name of an event; if events overlap, the first pattern counts
+    "GPU kernels": "kernel (?!nccl)|gpu_mem",
+    "NCCL": "kernel nccl",
+    "loading data": r"user_annotation enumerate\(DataLoader\)",
+    "CPU operators": "cpu_op aten::",
+    "gloo": "user_annotation gloo:",
+    "other": "user_annotation ProfilerStep",
+}
 
-def breakdown(events: Iterable[Mapping[str, Any]]) -> str:
-    """Return the time per step and its breakdown as text.
 
-    Args:
-        events: a trace's events. Computing means kernels on a device, or operators on the host
-            if there are no kernels.
-    """
-    spans: dict[str, list[tuple[float, float]]] = {"step": [], "load": [], "send": []}
-    spans |= {"kernel": [], "operator": []}
-    for event in events:
-        name, category = event["name"], event.get("cat", "")
-        kind = ""
-        if name.startswith("ProfilerStep") and category == "user_annotation":
-            kind = "step"
-        elif name.startswith("enumerate(DataLoader)"):
-            kind = "load"
-        elif name.startswith("gloo:") or (name.startswith("nccl") and category == "kernel"):
-            kind = "send"
-        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
-            kind = "kernel"
-        elif name.startswith("aten::"):
-            kind = "operator"
-        if kind:
-            spans[kind].append((event["ts"], event["ts"] + event["dur"]))
-    loading = spans["load"]
-    computing = spans["kernel"] or [  # operators that collate a batch count as loading
-        span for span in spans["operator"] if not any(a <= span[0] < b for a, b in loading)
-    ]
-    total, busy = covered(spans["step"]), covered(computing)
-    communicating = covered(computing + spans["send"])
-    known = covered(computing + spans["send"] + loading)
-    parts = {"computing": busy, "communication": communicating - busy}
-    parts |= {"loading data": known - communicating, "other": total - known}
-    words = ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items())
-    return f"{total / len(spans['step']) / 1000:.1f} ms per step: {words}"
+def breakdown(events: list[dict[str, Any]]) -> str:
+    """Return the time per step and its breakdown as text."""
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
+    spans, parts = list[tuple[float, float]](), dict[str, float]()
+    for part, pattern in PATTERNS.items():
+        matching = [e for e in events if re.match(pattern, f"{e.get('cat')} {e['name']}")]
+        before = covered(spans)
+        spans += [(e["ts"], e["ts"] + e["dur"]) for e in matching]
+        parts[part] = covered(spans) - before
+    total = sum(parts.values())
+    words = ", ".join(f"{part} {time / total:.0%}" for part, time in parts.items() if time)
+    return f"{total / len(steps) / 1000:.1f} ms per step: {words}"
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
@@ -63,18 +45,13 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def main(folder: tyro.conf.Positional[Path]) -> None:
-    """Print each rank's breakdown on one line.
-
-    Args:
-        folder: a run's OUT/profile.
-    """
-    paths = sorted(folder.glob("rank-*.json.gz"))
-    if not paths:
+    """Print one line per rank, from the latest traces in a run's folder."""
+    traces = {path.name.partition(".")[0]: path for path in sorted(folder.rglob("rank-*.json.gz"))}
+    if not traces:
         raise SystemExit(f"error: {folder} contains no traces; train with --profile 20")
-    for path in paths:
+    for rank, path in traces.items():
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        timed = [event for event in events if event["ph"] == "X"]
-        print(f"{path.name.partition('.')[0]}: {breakdown(timed)}")
+        print(f"{rank}: {breakdown(events)}")
 
 
 if __name__ == "__main__":

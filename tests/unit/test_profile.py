@@ -19,7 +19,7 @@ def event(name: str, start: float, end: float, cat: str = "cpu_op") -> dict[str,
 HOST = [
     event("ProfilerStep#11", 0, 1000, "user_annotation"),
     event("ProfilerStep#12", 1000, 2000, "user_annotation"),
-    event("enumerate(DataLoader)#_SingleProcessDataLoaderIter", 0, 300),
+    event("enumerate(DataLoader)#_SingleProcessDataLoaderIter", 0, 300, "user_annotation"),
     event("aten::stack", 100, 200),  # a part of loading
     event("aten::mm", 400, 800),
     event("aten::t", 500, 600),
@@ -30,8 +30,8 @@ HOST = [
     ("events", "line"),
     [
         (
-            [event("gloo:all_reduce", 700, 1000)],
-            "1.0 ms per step: computing 20%, communication 10%, loading data 15%, other 55%",
+            [event("gloo:all_reduce", 700, 1000, "user_annotation")],
+            "1.0 ms per step: loading data 15%, CPU operators 20%, gloo 10%, other 55%",
         ),
         (
             [
@@ -40,7 +40,8 @@ HOST = [
                 event("nccl:all_reduce", 300, 500),
                 event("ncclDevKernel_AllReduce", 1000, 1400, "kernel"),
             ],
-            "1.0 ms per step: computing 30%, communication 10%, loading data 15%, other 45%",
+            "1.0 ms per step: GPU kernels 30%, NCCL 10%, loading data 15%, CPU operators 10%, "
+            "other 35%",
         ),
     ],
 )
@@ -52,10 +53,16 @@ def test_each_rank_writes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[
     flags = ["--epochs", "2", "--profile", "3"]
     run = ranks.run("mnist_ddp_spawn", 2, flags, out=tmp_path / "out").done()
     for rank in range(2):
-        trace = gzip.decompress((run.out / f"profile/rank-{rank}.json.gz").read_bytes())
-        names = [event.get("name", "") for event in json.loads(trace)["traceEvents"]]
+        (path,) = run.out.glob(f"profile/rank-{rank}.*.json.gz")
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        names = [event.get("name", "") for event in trace["traceEvents"]]
         assert names.count("gloo:all_reduce") >= 3
         assert sum(name.startswith("ProfilerStep#") for name in names) == 3
-    main(run.out / "profile")
+    (run.out / "profile/rank-0.1.pt.trace.json.gz").touch()  # an earlier trace is not read
+    main(run.out)
     lines = capsys.readouterr().out.splitlines()
-    assert [re.sub(r"[\d.]+ ms.*", "", line) for line in lines] == ["rank-0: ", "rank-1: "]
+    parts = "N ms per step: loading data N%, CPU operators N%, gloo N%, other N%"
+    assert [re.sub(r" [\d.]+", " N", line) for line in lines] == [
+        f"rank-0: {parts}",
+        f"rank-1: {parts}",
+    ]
