@@ -24,7 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 import tyro
+from sklearn.datasets import load_digits
 from torch import Tensor
 
 
@@ -40,6 +43,36 @@ class Reference:
     """Metrics after the last epoch; those missing here are not compared."""
     predictions: list[int] | None = None
     """Predicted classes in dataset order: column `prediction` of predictions.csv."""
+
+
+def digits() -> list[Tensor]:
+    """Return images from 0 to 1 and labels to train on, then those to test on: every fifth."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels * 255 / 16).round().float().view(-1, 1, 8, 8) / 255
+    test, targets = torch.arange(len(labels)) % 5 == 0, torch.tensor(labels)
+    return [images[~test], targets[~test], images[test], targets[test]]
+
+
+def normalized(images: list[Tensor]) -> list[Tensor]:
+    """Return training and test images with the mean 0 and the deviation 1 in training."""
+    return [(part - images[0].mean()) / images[0].std() for part in images]
+
+
+def batches(samples: int, batch_size: int, seed: int) -> Tensor:
+    """Return the samples of each whole batch of a permutation, [steps, batch_size]."""
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
+    steps = samples // batch_size
+    return order[: steps * batch_size].view(steps, batch_size)
+
+
+def judged(logits: Tensor, labels: Tensor) -> tuple[dict[str, float], list[int]]:
+    """Return loss and accuracy, top5 for more than 10 classes, and the predicted classes."""
+    top = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+    metrics = {"loss": F.cross_entropy(logits, labels).item()}
+    metrics["accuracy"] = top[:, 0].double().mean().item()
+    if logits.shape[1] > 10:
+        metrics["top5"] = top.any(1).double().mean().item()
+    return metrics, logits.argmax(1).tolist()
 
 
 @dataclass(frozen=True)

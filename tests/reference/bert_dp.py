@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import tyro
 from safetensors.torch import save_file
 from torch.utils.data import random_split
 
 from examples.bert_dp.args import Args
-from tests.reference import Reference
+from tests.reference import Reference, judged
 
 # transformers is imported in functions: it takes seconds, and the ranks have it preloaded.
 
@@ -121,10 +120,7 @@ def train(flags: list[str]) -> Reference:
             schedule.step()
             losses.append(loss.item())
         with torch.no_grad():
-            logits = bert(**x_validation).logits
-        guess = logits.argmax(1)
-        metrics = {"loss": F.cross_entropy(logits, y_validation).item()}
-        metrics["accuracy"] = (guess == y_validation).double().mean().item()
+            metrics, guess = judged(bert(**x_validation).logits, y_validation)
         if metrics["accuracy"] > best:
-            best, predictions = metrics["accuracy"], guess.tolist()
+            best, predictions = metrics["accuracy"], guess
     return Reference(losses, bert.state_dict(), metrics, predictions)

@@ -4,22 +4,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from examples.gan_ddp.args import Args
 from examples.gan_ddp.networks import make_discriminator, make_generator
-from tests.reference import Reference
+from tests.reference import Reference, batches, digits
 
 CASES = [["--epochs", "2", "--batch-size", "84", "--seed", "5"]]
 
 
 def train(flags: list[str]) -> Reference:
     args = tyro.cli(Args, args=flags)
-    pixels = torch.tensor(load_digits().data * (255 / 16)).round().float().view(-1, 1, 8, 8)
-    chosen = torch.arange(len(pixels)) % 5 == 0
-    images = pixels[~chosen] / 127.5 - 1
-    steps = len(images) // args.batch_size
+    images, test_images = (2 * part - 1 for part in digits()[::2])
     torch.manual_seed(args.seed)
     generator, discriminator = make_generator(8), make_discriminator(8)
     betas = (0.5, 0.99)
@@ -27,10 +23,7 @@ def train(flags: list[str]) -> Reference:
     discriminator_adam = torch.optim.Adam(discriminator.parameters(), 1e-3, betas)
     losses = []
     for epoch in range(args.epochs):
-        order = torch.randperm(
-            len(images), generator=torch.Generator().manual_seed(args.seed + epoch)
-        )
-        for batch in order[: steps * args.batch_size].split(args.batch_size):
+        for batch in batches(len(images), args.batch_size, args.seed + epoch):
             seeded = torch.Generator().manual_seed(args.seed * 1_000_003 + len(losses))
             fake = generator(torch.randn(args.batch_size, 32, generator=seeded))
             loss = F.binary_cross_entropy_with_logits(
@@ -51,7 +44,7 @@ def train(flags: list[str]) -> Reference:
     both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
     noise = torch.randn(1000, 32, generator=torch.Generator().manual_seed(args.seed))
     with torch.no_grad():
-        distance = frechet_distance(generator(noise), pixels[chosen] / 127.5 - 1)
+        distance = frechet_distance(generator(noise), test_images)
     return Reference(losses, both.state_dict(), {"frechet_distance": distance})
 
 

@@ -14,13 +14,12 @@ import torch
 import torch.nn.functional as F
 import tyro
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torchvision import models
 from torchvision.transforms import v2
 
 from examples.imagenet_ddp.args import Args
-from tests.reference import Reference
+from tests.reference import Reference, batches, digits, judged
 
 MODEL = ["-a", "mobilenet_v3_small", "--image-size", "32", "--lr", "0.02", "--epochs", "2"]
 CASES = [
@@ -69,11 +68,9 @@ class Images:
             self.labels = torch.tensor([names.index(path.parent.name) for path in files])
             self.classes, resize = len(names), v2.Resize(round(size / 0.875))
         else:
-            digits, labels = load_digits(return_X_y=True)
-            chosen = (np.arange(len(digits)) % 5 == 0) == (part == "val")
-            gray = np.rint(digits[chosen] * 255 / 16).astype(np.uint8).reshape(-1, 1, 8, 8)
-            rgb = v2.functional.resize(torch.tensor(gray), [size, size]).repeat(1, 3, 1, 1)
-            self.pixels, self.labels = list(rgb), torch.tensor(labels[chosen])
+            gray, self.labels = digits()[:2] if part == "train" else digits()[2:]
+            gray = (255 * gray).round().byte()
+            self.pixels = list(v2.functional.resize(gray, [size, size]).repeat(1, 3, 1, 1))
             self.classes, resize = 10, v2.Resize(round(size / 0.875))
         self.center = v2.Compose([resize, v2.CenterCrop(size)]) if args.data else v2.Identity()
 
@@ -119,15 +116,13 @@ def train(
     optimizer = torch.optim.SGD(
         model.parameters(), 0.0, args.momentum, weight_decay=args.weight_decay
     )
-    batches = len(data.labels) // args.batch_size
+    steps = len(data.labels) // args.batch_size
     losses, metrics, best, predictions = list[float](), dict[str, float](), -1.0, list[int]()
     for epoch in range(args.epochs):
-        generator = torch.Generator().manual_seed(args.seed + epoch)
-        order = torch.randperm(len(data.labels), generator=generator)
-        for batch in order[: batches * args.batch_size].view(batches, -1):
-            step, total = len(losses), args.epochs * batches
-            rising, angle = (step + 1) / batches, (step - batches) / max(1, total - batches)
-            factor = rising if step < batches else (1 + math.cos(math.pi * angle)) / 2
+        for batch in batches(len(data.labels), args.batch_size, args.seed + epoch):
+            step, total = len(losses), args.epochs * steps
+            rising, angle = (step + 1) / steps, (step - steps) / max(1, total - steps)
+            factor = rising if step < steps else (1 + math.cos(math.pi * angle)) / 2
             optimizer.param_groups[0]["lr"] = args.lr * factor
             optimizer.zero_grad()
             loss, parts = 0.0, ranks * args.accumulate
@@ -160,12 +155,7 @@ def train(
             logits = model(test_data.test())
         model.train()
         model.load_state_dict(state)
-        guess = logits.argmax(1)
-        metrics = {"loss": F.cross_entropy(logits, test_data.labels).item()}
-        metrics["accuracy"] = (guess == test_data.labels).double().mean().item()
-        if data.classes > 10:
-            hits = logits.topk(5).indices == test_data.labels[:, None]
-            metrics["top5"] = hits.any(1).double().mean().item()
+        metrics, guess = judged(logits, test_data.labels)
         if metrics["accuracy"] > best:
-            best, predictions = metrics["accuracy"], guess.tolist()
+            best, predictions = metrics["accuracy"], guess
     return Reference(losses, model.state_dict(), metrics, predictions)

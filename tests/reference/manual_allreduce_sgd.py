@@ -3,12 +3,10 @@
 import torch
 import torch.nn.functional as F
 import tyro
-from sklearn.datasets import load_digits
-from torch import Tensor
 
 from common.data import DigitNet
 from examples.manual_allreduce_sgd.args import Args
-from tests.reference import Reference
+from tests.reference import Reference, digits, judged, normalized
 
 RANKS = (1, 2, 3, 4)  # the batch needs no equal parts
 CASES = [
@@ -19,20 +17,11 @@ CASES = [
 ]
 
 
-def digits() -> list[Tensor]:
-    """Return training images and labels, test images and labels; every fifth is a test."""
-    pixels, labels = load_digits(return_X_y=True)
-    images = torch.tensor(pixels * 255 / 16).round().float().view(-1, 1, 8, 8) / 255
-    test = torch.arange(len(labels)) % 5 == 0
-    images = (images - images[~test].mean()) / images[~test].std()
-    targets = torch.tensor(labels)
-    return [images[~test], targets[~test], images[test], targets[test]]
-
-
 def train(flags: list[str]) -> Reference:
     """Train on global batches."""
     args = tyro.cli(Args, args=flags)
     images, labels, test_images, test_labels = digits()
+    images, test_images = normalized([images, test_images])
     torch.manual_seed(args.seed)
     model = DigitNet(8, 10)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.5)
@@ -46,7 +35,5 @@ def train(flags: list[str]) -> Reference:
             optimizer.step()
             losses.append(loss.item())
     with torch.no_grad():
-        logits = model(test_images)
-    accuracy = (logits.argmax(1) == test_labels).double().mean().item()
-    metrics = {"loss": F.cross_entropy(logits, test_labels).item(), "accuracy": accuracy}
+        metrics, _ = judged(model(test_images), test_labels)
     return Reference(losses, model.state_dict(), metrics)

@@ -3,18 +3,18 @@
 import gzip
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
-from sklearn.datasets import load_digits
 from sklearn.metrics import f1_score, precision_score, recall_score, roc_auc_score
 from torch import Tensor
 
 from common.data import DigitNet
 from examples.mnist_ddp_spawn.args import Args
-from tests.reference import Reference
+from tests.reference import Reference, batches, digits, judged, normalized
 
 CASES = [
     ["--epochs", "2", "--seed", "3"],
@@ -38,48 +38,40 @@ def prepare(folder: Path) -> None:
 
 
 def load(dataset: str) -> list[Tensor]:
-    """Return training images [N, 1, S, S] and labels, test images and labels."""
+    """Return training images [N, 1, S, S] from 0 to 1 and labels, test images and labels."""
     if dataset == "digits":
-        images, labels = load_digits(return_X_y=True)
-        images, test = (
-            (images * 255 / 16).round().reshape(-1, 8, 8),
-            np.arange(len(labels)) % 5 == 0,
-        )
-        splits = [images[~test], labels[~test], images[test], labels[test]]
-    else:
-        splits = []
-        for split in ("train", "t10k"):
-            path = Path(dataset) / f"{split}-images-idx3-ubyte.gz"
-            pixels = np.frombuffer(gzip.decompress(path.read_bytes())[16:], np.uint8)
-            labels = (Path(dataset) / f"{split}-labels-idx1-ubyte").read_bytes()[8:]
-            splits += [pixels.reshape(-1, 12, 12), np.frombuffer(labels, np.uint8)]
-    mean, std = (splits[0] / 255).mean(), (splits[0] / 255).std(ddof=1)
-    for index in (0, 2):
-        splits[index] = ((splits[index] / 255 - mean) / std)[:, None].astype(np.float32)
-    return [
-        torch.from_numpy(a) if a.ndim > 1 else torch.tensor(a, dtype=torch.long) for a in splits
-    ]
+        return digits()
+    splits = list[Tensor]()
+    for split in ("train", "t10k"):
+        path = Path(dataset) / f"{split}-images-idx3-ubyte.gz"
+        pixels = gzip.decompress(path.read_bytes())[16:]
+        splits.append(torch.tensor(list(pixels)).view(-1, 1, 12, 12) / 255)
+        labels = (Path(dataset) / f"{split}-labels-idx1-ubyte").read_bytes()[8:]
+        splits.append(torch.tensor(list(labels)))
+    return splits
 
 
 def train(flags: list[str]) -> Reference:
     """Train on global batches."""
     args = tyro.cli(Args, args=flags)
+    return fit(args, args.lr)
+
+
+def fit(args: Any, lr: float) -> Reference:
     images, labels, test_images, test_labels = load(args.dataset)
-    classes, batches = int(labels.max()) + 1, len(images) // args.batch_size
+    images, test_images = normalized([images, test_images])
+    classes, steps = int(labels.max()) + 1, len(images) // args.batch_size
     torch.manual_seed(args.seed)
     model = DigitNet(images.shape[-1], classes)
     optimizer = torch.optim.SGD(
-        model.parameters(), args.lr, momentum=0.9, weight_decay=5e-4, nesterov=True
+        model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * batches, cycle_momentum=False
+        optimizer, lr, total_steps=args.epochs * steps, cycle_momentum=False
     )
     losses, metrics, best, predictions = [], {}, -1.0, []
     for epoch in range(args.epochs):
-        order = torch.randperm(
-            len(images), generator=torch.Generator().manual_seed(args.seed + epoch)
-        )
-        for batch in order[: batches * args.batch_size].view(batches, -1):
+        for batch in batches(len(images), args.batch_size, args.seed + epoch):
             logits = model(images[batch])
             loss = F.cross_entropy(logits, labels[batch], label_smoothing=0.1)
             optimizer.zero_grad()
@@ -89,21 +81,13 @@ def train(flags: list[str]) -> Reference:
             losses.append(loss.item())
         with torch.no_grad():
             logits = model(test_images)
-        guess = logits.argmax(1)
-        metrics = {"loss": F.cross_entropy(logits, test_labels).item()}
-        metrics["accuracy"] = (guess == test_labels).double().mean().item()
-        if classes > 10:
-            top = logits.topk(5).indices
-            metrics["top5"] = (top == test_labels[:, None]).any(1).double().mean().item()
-        for name, score in (
-            ("precision", precision_score),
-            ("recall", recall_score),
-            ("f1", f1_score),
-        ):
+        metrics, guess = judged(logits, test_labels)
+        scorers = {"precision": precision_score, "recall": recall_score, "f1": f1_score}
+        for name, score in scorers.items():
             metrics[name] = float(score(test_labels, guess, average="macro", zero_division=0))
         if len(test_labels.unique()) == classes:
             scores = logits.softmax(1).double()
             metrics["auc"] = float(roc_auc_score(test_labels, scores, multi_class="ovr"))
         if metrics["accuracy"] > best:
-            best, predictions = metrics["accuracy"], guess.tolist()
+            best, predictions = metrics["accuracy"], guess
     return Reference(losses, model.state_dict(), metrics, predictions)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.images import ImageFolder
 from examples.resnet_pipeline.args import Args
-from tests.reference import Reference
+from tests.reference import Reference, batches, judged
 
 SMALL = ["--data", "{data}", "-a", "resnet18", "--batch-size", "12", "--seed", "5"]
 CASES = [
@@ -60,11 +60,8 @@ def train(flags: list[str], replicas: int = 1) -> Reference:
     statistics = list(model.buffers())  # of BatchNorm
     losses, metrics, best, predictions = [], {}, -1.0, []
     for epoch in range(args.epochs):
-        order = torch.randperm(
-            len(images), generator=torch.Generator().manual_seed(args.seed + epoch)
-        ).tolist()
-        for start in range(0, len(images) - args.batch_size + 1, args.batch_size):
-            samples = [images[epoch, index] for index in order[start : start + args.batch_size]]
+        for batch in batches(len(images), args.batch_size, args.seed + epoch):
+            samples = [images[epoch, index] for index in batch.tolist()]
             optimizer.zero_grad()
             losses.append(0.0)
             before, after = [buffer.clone() for buffer in statistics], []
@@ -90,9 +87,7 @@ def train(flags: list[str], replicas: int = 1) -> Reference:
         with torch.no_grad():
             logits = model(normalized([test[index][0] for index in range(len(test))]))
         model.train()
-        guess, targets = logits.argmax(1), torch.tensor(test.targets)
-        metrics = {"loss": F.cross_entropy(logits, targets).item()}
-        metrics["accuracy"] = (guess == targets).double().mean().item()
+        metrics, guess = judged(logits, torch.tensor(test.targets))
         if metrics["accuracy"] > best:
-            best, predictions = metrics["accuracy"], guess.tolist()
+            best, predictions = metrics["accuracy"], guess
     return Reference(losses, model.state_dict(), metrics, predictions)

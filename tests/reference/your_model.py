@@ -8,7 +8,7 @@ from sklearn.metrics import accuracy_score, log_loss
 from torch import nn
 
 from examples.your_model.args import Args
-from tests.reference import Reference
+from tests.reference import Reference, batches
 
 CASES = [
     ["--epochs", "2", "--seed", "3"],
@@ -33,16 +33,13 @@ def train(flags: list[str]) -> Reference:
     first, second = nn.Linear(30, 32), nn.Linear(32, 2)
     model = nn.Sequential(first, nn.GELU(), second)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01)
-    batches = len(train_rows) // args.batch_size
+    steps = args.epochs * (len(train_rows) // args.batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * batches, cycle_momentum=False
+        optimizer, args.lr, total_steps=steps, cycle_momentum=False
     )
     losses, metrics, best, predictions = [], {}, -1.0, []
     for epoch in range(args.epochs):
-        order = torch.randperm(
-            len(train_rows), generator=torch.Generator().manual_seed(args.seed + epoch)
-        )
-        for batch in order[: batches * args.batch_size].split(args.batch_size):
+        for batch in batches(len(train_rows), args.batch_size, args.seed + epoch):
             loss = F.cross_entropy(second(F.gelu(first(train_rows[batch]))), train_labels[batch])
             model.zero_grad()
             loss.backward()
