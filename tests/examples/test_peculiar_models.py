@@ -96,25 +96,12 @@ class SpectralNorm(Model):
         self.body = parametrizations.spectral_norm(nn.Linear(30, 30))
 
 
-class OldSpectralNorm(Model):
-    def prepare(self) -> None:
-        self.body = nn.utils.spectral_norm(nn.Linear(30, 30))
-
-
 class Recurrent(Model):
     def prepare(self) -> None:
         self.lstm = nn.LSTM(5, 15, num_layers=2, dropout=0.5, batch_first=True, bidirectional=True)
 
     def hidden(self, rows: Tensor) -> Tensor:
         return self.lstm(self.body(rows).view(-1, 6, 5))[0][:, -1]
-
-
-class HalfPrecision(Model):
-    def prepare(self) -> None:
-        self.to(torch.bfloat16)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return super().forward(rows.bfloat16())
 
 
 class MixedPrecision(Model):
@@ -233,28 +220,6 @@ class CheckpointedTwice(Model):
         once: Any = checkpoint(self.body, rows, use_reentrant=True)
         twice: Any = checkpoint(self.body, once, use_reentrant=True)
         return twice
-
-
-class Checkpointed(Model):
-    def hidden(self, rows: Tensor) -> Tensor:
-        once: Any = checkpoint(self.body, rows, use_reentrant=False)
-        twice: Any = checkpoint(self.body, once, use_reentrant=False)
-        return twice
-
-
-class Ignored(Model):
-    def prepare(self) -> None:
-        self.local = nn.Linear(30, 30)
-        self.register_buffer("own", torch.zeros(3))
-        names = ["local.weight", "local.bias", "own"]
-        DDP._set_params_and_buffers_to_ignore_for_model(self, names)
-        with torch.no_grad():
-            self.local.weight.copy_(torch.eye(30))
-            self.local.bias.zero_()
-        self.local.requires_grad_(False)
-
-    def hidden(self, rows: Tensor) -> Tensor:
-        return self.local(self.body(rows))
 
 
 class Orthogonal(Model):

@@ -1,6 +1,5 @@
 """your_model: the programs beside the template train what one plain process trains."""
 
-import importlib
 import os
 import re
 import shutil
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.your_model.further import fsdp
-from tests import ranks
-from tests.hooks import Hook
-from tests.programs import ROOT
+from tests import programs, ranks
 
-FOLDER = ROOT / "examples" / "your_model"
+FOLDER = programs.ROOT / "examples" / "your_model"
 PLAIN, FSDP = FOLDER / "plain_ddp.py", FOLDER / "further" / "fsdp.py"
 LANGUAGE_MODEL = "examples.your_model.further.language_model"
 
@@ -79,9 +76,8 @@ def test_plain_ddp_trains_like_a_plain_loop(world_size: int, tmp_path: Path) -> 
     assert not any(codes), more
     found = epochs(text) + epochs(more)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
-    assert [right for _, right in found] == pytest.approx(
-        [right for _, right in expected], abs=1e-4
-    )
+    hits, expected_hits = ([right for _, right in each] for each in (found, expected))
+    assert hits == pytest.approx(expected_hits, abs=1e-4)
     saved = torch.load(tmp_path / "runs" / "plain_ddp.pt", weights_only=True)
     torch.testing.assert_close(saved["model"], weights, rtol=0, atol=1e-4)
 
@@ -154,29 +150,16 @@ def test_fsdp_ignores_a_checkpoint_that_is_incomplete(tmp_path: Path) -> None:
     assert list(fsdp_losses(text)) == [3]
 
 
-def language_model(world_size: int, out: Path) -> ranks.Training:
-    out.mkdir()
-    job = (_language_model, world_size, out)
-    codes, texts = ranks._forked(
-        [(*job, rank) for rank in range(world_size)], out.with_suffix(".log")
-    )
-    return ranks.Training(out, codes, texts).done()
-
-
-def _language_model(world_size: int, out: Path, rank: int) -> None:
-    os.environ["INIT_METHOD"] = f"file://{out}.log/rendezvous"
-    sys.argv = ["language_model", "--nproc", str(world_size), "--out", str(out), "--epochs", "2"]
-    sys.argv += ["--device", "cpu", "--precision", "fp32", "--batch-size", "50", "--seed", "5"]
-    sys.meta_path.insert(0, Hook([(LANGUAGE_MODEL, "[:200_001]", "[:20_001]")]))
-    module = importlib.import_module(LANGUAGE_MODEL)
-    args = importlib.import_module("common.launch").read_args(module.Args, "language_model")
-    module.main_worker(rank, args)
+def language_model(nproc: str, out: Path) -> ranks.Training:
+    """Train from nothing, on a tenth of the text."""
+    words = [*programs.PYTHON, LANGUAGE_MODEL, "--nproc", nproc, "--device", "cpu", "--epochs", "2"]
+    words += ["--precision", "fp32", "--batch-size", "50", "--seed", "5", "--out", str(out)]
+    programs.run(*words, mutate=[(LANGUAGE_MODEL, "[:200_001]", "[:20_001]")]).done()
+    return ranks.Training(out, [], [])
 
 
 def test_language_model_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "1.log").mkdir()
-    (tmp_path / "2.log").mkdir()
-    one, two = (language_model(world_size, tmp_path / str(world_size)) for world_size in (1, 2))
+    one, two = (language_model(nproc, tmp_path / nproc) for nproc in ("1", "2"))
     assert one.result["steps"] == 2 * (273 // 50)
     assert two.losses == pytest.approx(one.losses, rel=1e-4)
     assert two.result["metrics"] == pytest.approx(one.result["metrics"], rel=1e-4)
