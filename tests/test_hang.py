@@ -1,6 +1,7 @@
 """A hang is explained: planted mistakes among real ranks, and the sentence for each kind."""
 
 import json
+import os
 import platform
 import re
 import subprocess
@@ -149,16 +150,15 @@ def test_table_has_a_line_per_rank() -> None:
 def test_ranks_on_other_machines_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    local = subprocess.Popen(["true"])
-    local.wait()
-    processes = f"{platform.node()} {local.pid}\nelsewhere 7\nelsewhere 8\n"
-    (tmp_path / "lock").write_text(processes)
     (tmp_path / "hang").mkdir()
-    ages = {0: 1, 1: 20, 2: 200}  # seconds; the process of rank 0 has exited since
-    for rank, age in ages.items():
+    for rank, age in {0: 1, 1: 20, 2: 200}.items():  # seconds since the report
         state = report(rank, [FIRST], time=time.time() - age)
         (tmp_path / f"hang/rank-{rank}.json").write_text(json.dumps(state))
-    main(tmp_path)
+    with subprocess.Popen(["true"]) as zombie:
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        processes = f"{platform.node()} {zombie.pid}\nelsewhere 7\nelsewhere 8\n"
+        (tmp_path / "lock").write_text(processes)
+        main(tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[:-1]] == ["  rank 1"]
     assert lines[-1] == "rank 0 has exited; rank 2 on elsewhere did not report"
