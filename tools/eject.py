@@ -6,8 +6,7 @@
     torchrun --standalone --nproc-per-node 2 -m your_model
 
 The folder contains the example, the files from `common` that it needs, LICENSE, requirements.txt
-and README.md. The files are copied without changes, because an example imports its own files with
-relative imports, and `common` is next to the example.
+and README.md.
 """
 
 import ast
@@ -27,7 +26,7 @@ README = "Run `pip install -r requirements.txt`, then `python -m {name} --nproc 
 
 
 def imported_names(file: Path) -> Iterator[str]:
-    """Yield the absolute names that a file imports, including imports inside functions."""
+    """Yield the absolute names that a file imports, or passes to functions like `find_spec`."""
     package = ".".join(file.relative_to(ROOT).parent.parts)
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -35,6 +34,8 @@ def imported_names(file: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             module = resolve_name("." * node.level + (node.module or ""), package)
             yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
+            yield str(node.value)
 
 
 def modules_of(name: str) -> Iterator[Path]:
