@@ -17,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,35 +107,21 @@ def check_master(host: str, port: int) -> Finding:
 
 def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]:
     """Check this rank's CUDA device; a single rank checks all devices."""
-    count, available = torch.cuda.device_count(), torch.cuda.get_arch_list()
+    count = torch.cuda.device_count()
     if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
         remedy = f"check with nvidia-smi that the driver supports CUDA {torch.version.cuda}"
         yield Finding("error", "torch found no CUDA device", remedy)
     for number in range(count)[local_rank::ranks]:
-        major, minor = torch.cuda.get_device_capability(number)
-        name = f"cuda:{number} {torch.cuda.get_device_name(number)}, sm_{major}{minor}"
-        if not has_kernels((major, minor), available):
-            text = f"{name}: this torch build supports {', '.join(available)} only"
+        name = f"cuda:{number} {torch.cuda.get_device_name(number)}"
+        try:  # fails if this torch build has no kernels for the device, for example
+            torch.ones(1, device=f"cuda:{number}").item()
+        except RuntimeError as error:
+            text = f"{name}: {str(error).splitlines()[0]}"
             yield Finding("error", text, "install another torch build, or set CUDA_VISIBLE_DEVICES")
             continue
         free, total = (value / GB for value in torch.cuda.mem_get_info(number))
         text, remedy = f"{name}: {free:.0f} of {total:.0f} GB free", "stop other processes"
         yield judge(free > 0.8 * total, text, remedy)
-
-
-def has_kernels(capability: tuple[int, int], available: Iterable[str]) -> bool:
-    """Return True if a torch build runs on a device.
-
-    `sm_86` runs on 8.6 and 8.9. The driver compiles `compute_86` for all later devices. Code with a
-    suffix, such as `sm_90a`, runs only on devices of exactly this capability.
-    """
-    pattern = re.compile(r"(sm|compute)_(\d+)(\d)(\w?)")
-    for kind, major, minor, suffix in pattern.findall(" ".join(available)):
-        built = int(major), int(minor)
-        later = built <= capability and (kind == "compute" or built[0] == capability[0])
-        if built == capability or (later and not suffix):
-            return True
-    return False
 
 
 def gather(value: Any) -> list[Any]:

@@ -50,16 +50,6 @@ def prepare(path: str, about: dict[str, Any]) -> Tensor:
 
 
 @torch.no_grad()
-def classify(model: nn.Module, images: list[Tensor], names: list[str]) -> list[tuple[str, str]]:
-    """Return the most probable class and its probability for each image."""
-    if not images:
-        return []
-    device = next(model.parameters()).device
-    best = model(torch.stack(images).to(device)).softmax(dim=1).max(dim=1)
-    labels, chances = best.indices.tolist(), best.values.tolist()
-    return [(names[n], f"{chance:.4f}") for n, chance in zip(labels, chances, strict=True)]
-
-
 def main(
     path: Positional[Path],
     weights: Path = Path("runs/imagenet_ddp/best.safetensors"),
@@ -73,21 +63,25 @@ def main(
     _, about = load_weights(weights)
     if not {"model", "classes", "size"} <= about.keys():
         raise UserError(f"{weights} contains no model name; use the best.safetensors file of a run")
-    model = build(about).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = build(about).eval().to(device)
     load_model(weights, model, {})
     table = csv.writer(sys.stdout)
     table.writerow(("file", "prediction", "probability"))
     for start in range(0, len(paths), batch_size):
+        predictions = dict.fromkeys(paths[start : start + batch_size], ("", ""))
         images = dict[str, Tensor]()
-        for file in paths[start : start + batch_size]:
+        for file in predictions:
             try:
                 images[file] = prepare(file, about)
             except UserError as error:
                 print(f"warning: {error}", file=sys.stderr)
-        found = classify(model, [*images.values()], about["classes"])
-        predictions = dict(zip(images, found, strict=True))
-        for file in paths[start : start + batch_size]:
-            table.writerow((readable(file), *predictions.get(file, ("", ""))))
+        if images:
+            best = model(torch.stack([*images.values()]).to(device)).softmax(dim=1).max(dim=1)
+            for file, label, chance in zip(images, best.indices, best.values, strict=True):
+                predictions[file] = about["classes"][label], f"{chance:.4f}"
+        for file, prediction in predictions.items():
+            table.writerow((readable(file), *prediction))
 
 
 if __name__ == "__main__":

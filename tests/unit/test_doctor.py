@@ -72,36 +72,18 @@ def test_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.level, "start node 0 first" in finding.remedy) == ("error", True)
 
 
-@pytest.mark.parametrize(
-    ("capability", "available", "runs"),
-    [
-        ((9, 0), "sm_80 sm_90", True),
-        ((8, 9), "sm_80 sm_90", True),
-        ((8, 0), "sm_86 compute_90", False),
-        ((7, 0), "sm_80 compute_80", False),
-        ((12, 0), "sm_90", False),
-        ((12, 0), "sm_90 compute_90", True),
-        ((10, 3), "sm_90a sm_100 compute_90a", True),
-        ((10, 0), "sm_90a compute_90a", False),
-        ((9, 0), "sm_90a", True),
-        ((9, 1), "sm_90a", False),
-    ],
-)
-def test_kernels(capability: tuple[int, int], available: str, runs: bool) -> None:
-    assert doctor.has_kernels(capability, available.split()) == runs
-
-
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities, free = [(9, 0), (9, 0), (7, 0)], [80e9, 60e9, 80e9]
-    for name, value in {
-        "device_count": lambda: 3,
-        "get_arch_list": lambda: ["sm_80", "sm_90"],
-        "get_device_capability": capabilities.__getitem__,
-        "get_device_name": lambda number: f"GPU {number}",
-        "mem_get_info": lambda number: (free[number], 80e9),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    one, two = "cuda:1 GPU 1, sm_90", "cuda:2 GPU 2, sm_70"
+    def ones(_: int, device: str) -> torch.Tensor:
+        if device == "cuda:2":
+            raise RuntimeError("CUDA error: no kernel image is available\nmore lines")
+        return torch.zeros(1)
+
+    free = [80e9, 60e9, 80e9]
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (free[number], 80e9))
+    one, two = "cuda:1 GPU 1", "cuda:2 GPU 2"
     assert wrong(doctor.check_devices("auto", 0, 1)) == {one: "warning", two: "error"}
     each = [wrong(doctor.check_devices("auto", rank, 3)) for rank in range(3)]
     assert each == [{}, {one: "warning"}, {two: "error"}]
