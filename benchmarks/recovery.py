@@ -6,27 +6,36 @@ A training run on 2 ranks is disturbed several times at random moments: a rank i
 processes are killed, or the run receives SIGTERM. It is then restarted with `--resume auto`. Losses
 and parameters must be bit-identical to a run without disturbances. With one rank, they are equal up
 to rounding.
+
+After the loss of a rank, a restart from a checkpoint is compared with torchft (`pip install
+torchft`), whose other rank continues alone. torchft is run with its default timeout for heartbeats,
+5 s, and with 1 s.
 """
 
+import importlib.metadata
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from contextlib import suppress
+from collections import Counter, defaultdict
+from contextlib import closing, suppress
+from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 
 from benchmarks import harness
-from benchmarks.harness import Claim, Measurement, Result, Table
+from benchmarks.harness import Claim, Measurement, Result, Table, compare
 
 RANKS = 2
 WORDS = ("--device", "cpu", "--precision", "fp32", "--checkpoint-every", 5)
 LONGEST = 2.0  # maximum seconds from the first line of a run to its disturbance
 DIFFERENCE = 1e-3
+SGD, KILLED = "examples.manual_allreduce_sgd", 50  # kill a rank after step 50
 
 
 def command(out: Path, ranks: int, epochs: int) -> list[str]:
@@ -78,6 +87,51 @@ def disturbed(out: Path, epochs: int, kills: int, choice: random.Random) -> Coun
     return kinds
 
 
+def restart(repeated: list[int]) -> float:
+    """Kill a rank and restart the run; return the seconds until the first new step."""
+    last, began, step, seconds = 0, 0.0, 0, 0.0
+    with tempfile.TemporaryDirectory() as out:
+        words = ("python", "-m", SGD, "--nproc", RANKS, "--epochs", 7, "--out", out, *WORDS)
+        words += ("--log-every", 1, "--resume", "auto")
+        with suppress(SystemExit):  # a rank was killed
+            for _, line in harness.lines(words):
+                last += ", step " in line
+                if last == KILLED and not began:
+                    began = time.perf_counter()
+                    os.kill(int(Path(out, "lock").read_text().split()[-1]), signal.SIGKILL)
+        for _, line in harness.lines(words):
+            if found := re.search(r"resumed from .*step-(\d+)", line):
+                step = int(found[1])
+                repeated.append(last - step)
+            step += ", step " in line
+            if step > last and not seconds:
+                seconds = time.perf_counter() - began
+    return seconds
+
+
+def survive(heartbeat: int, repeated: list[int]) -> float:
+    """Kill one of two torchft replicas; return the seconds until the other finishes a step."""
+    os.environ["RUST_LOG"] = "error"  # otherwise torchft prints several lines per step
+    from torchft.coordination import LighthouseServer  # ty: ignore[import-not-found]
+
+    server = LighthouseServer("127.0.0.1:0", 1, 1000, heartbeat_timeout_ms=1000 * heartbeat)
+    address = f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    words = ("-m", f"{SGD}.further.fault_tolerant", "--steps", 10_000, "--lighthouse", address)
+    command = [sys.executable, *map(str, words), "--replica"]
+    other = subprocess.Popen([*command, "1"], stdout=subprocess.DEVNULL)
+    with closing(harness.lines([*command, "0"])) as output:
+        together = (line for _, line in output if "2 replica(s) done" in line)
+        next(islice(together, KILLED - 1, None))
+        began = time.perf_counter()
+        other.kill()
+        after = takewhile(lambda line: "1 replica(s) done" not in line[1], output)
+        repeated.append(sum("failed" in line for _, line in after))
+        seconds = time.perf_counter() - began
+    other.wait()
+    server.shutdown()
+    return seconds
+
+
 def measure(args: Measurement) -> Result:
     """Train with 1 and 2 ranks without disturbances, then several times with disturbances."""
     epochs, kills, rounds = (10, 2, 1) if args.quick else (60, 6, args.rounds)
@@ -109,7 +163,21 @@ def measure(args: Measurement) -> Result:
         ),
     ]
     inputs = {"data": "digits", "steps": len(two[1]), "disturbances": dict(kinds)}
-    return Result(inputs, {"Seconds of a training": Table("s", seconds)}, claims, curves)
+    repeated = defaultdict[str, list[int]](list)
+    programs = {"restart": partial(restart, repeated["restart"])}
+    try:
+        inputs["torchft"] = importlib.metadata.version("torchft")
+        for timeout in (5, 1):
+            name = f"torchft, heartbeat timeout {timeout} s"
+            programs[name] = partial(survive, timeout, repeated[name])
+    except importlib.metadata.PackageNotFoundError:
+        print("torchft is not installed, so it is not compared")
+    tables = {
+        "Seconds of a training": Table("s", seconds),
+        "From the loss of a rank to the next new step": Table("s", compare(programs, rounds)),
+        "Repeated steps, with a checkpoint every 5 steps": Table("steps", repeated),
+    }
+    return Result(inputs, tables, claims, curves)
 
 
 if __name__ == "__main__":
