@@ -92,14 +92,6 @@ def test_another_word_in_the_variants(k8s: Path, kind: str, name: str) -> None:
     assert job.processes == manifests(name).processes
 
 
-@pytest.mark.parametrize("kind", ["Job", *CUSTOM])
-def test_an_unknown_field_is_invalid(kind: str) -> None:
-    folder = {"Job": "imagenet_ddp", "JobSet": "imagenet_ddp_jobset"}
-    (document,) = manifests(folder.get(kind, "imagenet_ddp_trainjob")).of(kind)
-    document["spec"]["replicas_"] = 1
-    assert invalid(document)
-
-
 @pytest.mark.parametrize("name", [*STATIC, "imagenet_ddp_elastic"])
 def test_torchrun_and_the_example_accept_the_arguments(
     name: str, monkeypatch: pytest.MonkeyPatch
