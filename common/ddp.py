@@ -71,12 +71,9 @@ def parameter_hash(model: Any) -> str:
 
 
 def check_replicas(model: nn.Module) -> str:
-    """Check that all ranks have the same parameters. Every rank calls this.
+    """Check that all ranks have the same parameters, and return their hash. Every rank calls this.
 
     Rank 0's buffers are first copied to all ranks, because BatchNorm's statistics differ.
-
-    Returns:
-        The parameter hash.
     """
     broadcast_buffers(model)
     hashes: list[Any] = [None] * dist.get_world_size()
@@ -88,10 +85,7 @@ def check_replicas(model: nn.Module) -> str:
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Copy the first rank's buffers, such as BatchNorm's statistics, to all ranks in a group.
-
-    Every rank calls this.
-    """
+    """Copy the buffers of a group's first rank to its other ranks. Every rank calls this."""
     for buffer in unwrapped(model).buffers():
         data = buffer.contiguous()  # a copy if the buffer is a non-contiguous view
         dist.broadcast(data, group=group, group_src=0)
@@ -106,7 +100,6 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
 def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Replace tensors with their means over the ranks, in one message. Every rank calls this."""
     tensors = list(tensors)
-    # One long message is faster than many short ones.
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
@@ -125,10 +118,7 @@ class ResumableSampler(DistributedSampler[Any]):
     _skipped = 0
 
     def skip(self, samples: int) -> None:
-        """Skip this rank's first `samples` samples in the next iteration.
-
-        Later iterations start at the first sample.
-        """
+        """Skip this rank's first `samples` samples in the next iteration only."""
         self._skipped = samples
 
     def __iter__(self) -> Iterator[tuple[int, int]]:

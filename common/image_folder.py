@@ -82,9 +82,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         if epoch is None:
             return self.center_crop(image), label
         with torch.random.fork_rng(devices=[]):
-            seeds = np.random.SeedSequence([self.seed % 2**64, epoch, index])
             # torch.manual_seed would also set the GPU's generator.
-            torch.default_generator.manual_seed(int(seeds.generate_state(1)[0]))
+            torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
             return self.random_crop(image), label
 
 

@@ -21,12 +21,7 @@ FILES |= {"best.safetensors", "predictions.csv", "model", "samples"}
 
 
 class Log:
-    """Logger that writes to the console, metrics.jsonl, TensorBoard and curves.png.
-
-    Args:
-        out: the run's output folder.
-        active: True on rank 0; other ranks print and write nothing.
-    """
+    """Console output and files of a run. Ranks that are not `active` print and write nothing."""
 
     def __init__(self, out: Path, active: bool) -> None:
         self.out, self.active = out, active
@@ -87,11 +82,7 @@ class Log:
                 self._events.add_scalar(name, value, step)
 
     def write(self) -> None:
-        """Write the recorded values to metrics.jsonl.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Append the recorded values to metrics.jsonl."""
         if not self._unwritten:
             return
         try:
@@ -132,11 +123,10 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     losses = [name for name in table if name.startswith("loss/")]
     others = [name for name in table if name not in losses]
     groups = [group for group in (losses, others) if group]
-    if groups:
-        axes = table.interpolate(limit_area="inside").plot(
-            subplots=groups, grid=True, figsize=(7.5, 3 * len(groups))
-        )
-        axes[0].figure.savefig(path, dpi=110, bbox_inches="tight")
+    axes = table.interpolate(limit_area="inside").plot(
+        subplots=groups, grid=True, figsize=(7.5, 3 * len(groups))
+    )
+    axes[0].figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 def _commit() -> str:

@@ -290,7 +290,7 @@ def test_crops_are_those_of_torchvision(tmp_path: Path) -> None:
         found = folder[epoch, 0][0]
         assert torch.equal(torch.get_rng_state(), before), "the generator of the model is untouched"
         with torch.random.fork_rng():
-            torch.manual_seed(int(np.random.SeedSequence([3, epoch, 0]).generate_state(1)[0]))
+            torch.manual_seed(hash((3, epoch, 0)))
             torch.testing.assert_close(found, usual(pixels), rtol=0, atol=0)
 
 
