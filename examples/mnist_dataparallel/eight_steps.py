@@ -61,7 +61,7 @@ class EightSteps(nn.Module):
         inputs = tuple(x.to(first, non_blocking=True) for x in inputs)
         self.show("1 copy the batch to the first device", inputs)
 
-        chunks = list(zip(*(scatter(x, self.devices) for x in inputs), strict=True))
+        chunks = list(zip(*(scatter(x, self.devices) for x in inputs), strict=True)) or [()]
         self.show("2 scatter a chunk to each device", (x for chunk in chunks for x in chunk))
 
         replicas = replicate(self.module, self.devices[: len(chunks)])
@@ -121,10 +121,10 @@ def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
     """Split a batch [N, ...] into chunks of ceil(N / devices), one per device.
 
     Chunks can be unequal, and there can be fewer chunks than devices: 5 samples on 4 devices are
-    split into 2, 2 and 1.
+    split into 2, 2 and 1. An empty batch is one empty chunk.
     """
-    chunks = zip(batch.chunk(len(devices)), devices, strict=False)
-    return [chunk.to(device, non_blocking=True) for chunk, device in chunks]
+    chunks = [chunk for chunk in batch.chunk(len(devices)) if len(chunk)] or [batch]
+    return [x.to(device, non_blocking=True) for x, device in zip(chunks, devices, strict=False)]
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:

@@ -69,12 +69,22 @@ def test_three_replicas_on_one_gpu(by_hand: bool) -> None:
 
 @pytest.mark.parametrize(
     ("samples", "devices", "chunks"),
-    [(32, 4, [8, 8, 8, 8]), (5, 3, [2, 2, 1]), (5, 4, [2, 2, 1]), (1, 2, [1])],
+    [(32, 4, [8, 8, 8, 8]), (5, 3, [2, 2, 1]), (5, 4, [2, 2, 1]), (1, 2, [1]), (0, 2, [0])],
 )
 def test_scatter(samples: int, devices: int, chunks: list[int]) -> None:
     parts = scatter(torch.arange(samples), [CPU] * devices)
     assert [len(part) for part in parts] == chunks
     assert torch.cat(parts).tolist() == list(range(samples))
+
+
+def test_empty_batch_and_no_input() -> None:
+    assert EightSteps(DigitNet(8, 10), [CPU] * 2)(torch.empty(0, 1, 8, 8)).shape == (0, 10)
+
+    class Constant(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.ones(2)
+
+    assert EightSteps(Constant(), [CPU] * 2)().tolist() == [1, 1]
 
 
 def test_several_inputs_are_split_alike() -> None:
