@@ -111,121 +111,107 @@ def launched() -> bool:
 def place(args: RunArgs, local_rank: int) -> Place:
     """Return this process's ranks and world sizes, and export them in torchrun's variables.
 
-    Args:
-        args: the flags.
-        local_rank: index of this process on its machine.
-
-    Raises:
-        UserError: the launcher's environment variables are incomplete.
+    `local_rank` is the index of this process on its machine; torchrun and srun set their own.
     """
     env = os.environ
-    if env.get("RANK") and env.get("WORLD_SIZE"):
+    if launched():
+        if not env.get("RANK"):
+            env |= _slurm_variables()
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if missing := [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if n not in env]:
             raise UserError(
                 f"RANK and WORLD_SIZE are set without {', '.join(missing)}; "
                 f"start with torchrun, or unset RANK and WORLD_SIZE"
             )
-        here = Place(*(int(env[n]) for n in names), _tcp(env["MASTER_ADDR"], env["MASTER_PORT"]))
-    elif launched():
-        here = _slurm_place()
-    else:
-        nodes, node, url = 1, 0, "auto"
-        if isinstance(args, NodeArgs):
-            nodes, node, url = args.world_size, args.rank, args.dist_url
-        rank, world_size = node * args.nproc + local_rank, nodes * args.nproc
-        method = env.get(INIT_METHOD, "") if url == "auto" else url
-        here = Place(rank, local_rank, world_size, args.nproc, method)
-    env |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.local_rank)}
-    env |= {"WORLD_SIZE": str(here.world_size), "LOCAL_WORLD_SIZE": str(here.local_world_size)}
-    return here
+        url = f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+        return Place(*(int(env[name]) for name in names), url)
+    nodes, node, url = 1, 0, "auto"
+    if isinstance(args, NodeArgs):
+        nodes, node, url = args.world_size, args.rank, args.dist_url
+    rank, world_size = node * args.nproc + local_rank, nodes * args.nproc
+    env |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(args.nproc)}
+    url = env.get(INIT_METHOD, "") if url == "auto" else url
+    return Place(rank, local_rank, world_size, args.nproc, url)
 
 
-def _slurm_place() -> Place:
+def _slurm_variables() -> dict[str, str]:
+    """Return torchrun's variables for this task of srun."""
     env = os.environ
     # The first host of gpu[03-05,9],login is gpu03. The port is derived from the job ID, so that
     # two jobs on one host do not collide.
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
     port = 20_000 + int(env["SLURM_JOB_ID"]) % 10_000
-    tasks = [  # tasks per node: "4(x2),3" means 4, 4, 3
-        int(count)
-        for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
-        for _ in range(int(repeat or 1))
-    ]
-    return Place(
-        int(env["SLURM_PROCID"]),
-        int(env["SLURM_LOCALID"]),
-        int(env["SLURM_STEP_NUM_TASKS"]),
-        tasks[int(env["SLURM_NODEID"])],
-        _tcp(env.get("MASTER_ADDR", host), env.get("MASTER_PORT", str(port))),
-    )
-
-
-def _tcp(host: str, port: str) -> str:
-    return f"tcp://{host}:{port}"
+    # Tasks per node: "4(x2),3" means 4, 4, 3.
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+    tasks = [count for count, nodes in counts for _ in range(int(nodes or 1))]
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "LOCAL_RANK": env["SLURM_LOCALID"],
+        "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_WORLD_SIZE": tasks[int(env["SLURM_NODEID"])],
+        "MASTER_ADDR": env.get("MASTER_ADDR", host),
+        "MASTER_PORT": env.get("MASTER_PORT", str(port)),
+    }
 
 
 def start(args_class: type[RunArgs], module: str) -> NoReturn:
     """Read the flags, run the ranks on this machine, and exit with their exit code.
 
-    Args:
-        args_class: frozen dataclass that defines the flags.
-        module: module with `main(args)`, which starts the ranks, and `main_worker(local_rank,
-            args)`, which runs one. It imports torch, so it is imported after the flags are read.
+    `module` defines `main(args)`, which starts the ranks, and `main_worker(local_rank, args)`,
+    which runs one. It imports torch, so it is imported after the flags are read.
     """
     args = read_args(args_class, module.removesuffix(".train"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback
+    local_rank = code = 0
     if launched():
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
-        importlib.import_module(module).main_worker(local_rank, args)
-        _exit(0)
-    if isinstance(args, NodeArgs) and args.multiprocessing_distributed:
-        import torch  # importing it takes seconds; only this flag needs it here
+    else:
+        if isinstance(args, NodeArgs) and args.multiprocessing_distributed:
+            import torch  # importing it takes seconds; only this flag needs it here
 
-        args = replace(args, nproc=max(1, torch.cuda.device_count()))
-    print(f"starting {args.nproc} process(es) ...", flush=True)
-    if args.nproc == 1:
-        importlib.import_module(module).main_worker(0, args)
-        _exit(0)
-    with tempfile.TemporaryDirectory() as folder:
-        # Use a file, because a port could be in use, or be accessible to other machines.
-        os.environ[INIT_METHOD] = f"file://{folder}/rendezvous"
-        _start_fork_server(module)
-        code = _spawn(importlib.import_module(module), args)
-    _exit(code)
+            args = replace(args, nproc=max(1, torch.cuda.device_count()))
+        print(f"starting {args.nproc} process(es) ...", flush=True)
+    if args.nproc == 1:  # always under torchrun and srun
+        importlib.import_module(module).main_worker(local_rank, args)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            # Use a file, because a port could be in use, or be accessible to other machines.
+            os.environ[INIT_METHOD] = f"file://{folder}/rendezvous"
+            _start_fork_server(module)
+            code = _spawn(importlib.import_module(module), args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # freeing all Python objects would take 1.5 s
 
 
 def read_args(args_class: type[RunArgs], program: str) -> Any:
     """Parse the command line into an instance of `args_class`; only rank 0 reports errors."""
     variable = "LOCAL_RANK" if "GROUP_RANK" in os.environ else "RANK"  # one log per torchrun node
     rank = int(os.environ.get(variable) or os.environ.get("SLURM_PROCID", "0"))
-    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(captured):
-            args = tyro.cli(args_class, prog=f"python -m {program}")
-        for name in ("epochs", "batch_size", "nproc", "checkpoint_every", "timeout"):
-            if vars(args)[name] <= 0:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} must be positive, got {vars(args)[name]}")
-        if isinstance(args, NodeArgs) and not 0 <= args.rank < args.world_size:
-            raise UserError(f"--rank must be from 0 to {args.world_size - 1}, got {args.rank}")
-        if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
-            raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
-        if args.nproc > 1 and launched():
-            raise UserError("--nproc has no effect under torchrun or srun; remove it or unset RANK")
-        if len(os.fsencode(tempfile.gettempdir())) > 70 and (args.nproc > 1 or args.workers):
-            raise UserError("TMPDIR is longer than 70 bytes, too long for sockets; use TMPDIR=/tmp")
-        return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))
-    except UserError as error:
-        captured.write(f"error: {error}\n")
-        code = 2
+        with contextlib.redirect_stderr(io.StringIO() if rank else sys.stderr), one_line_errors():
+            return _checked(tyro.cli(args_class, prog=f"python -m {program}"))
     except SystemExit as stop:
-        code = int(stop.code or 0)
-    if rank == 0:
-        sys.stderr.write(captured.getvalue())
-    elif code:
-        time.sleep(5)  # torchrun kills all ranks as soon as one exits; rank 0 reports first
-    raise SystemExit(code)
+        if rank and stop.code:
+            time.sleep(5)  # torchrun kills all ranks as soon as one exits; rank 0 reports first
+        raise
+
+
+def _checked(args: Any) -> Any:
+    for name in ("epochs", "batch_size", "nproc", "checkpoint_every", "timeout"):
+        if vars(args)[name] <= 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag} must be positive, got {vars(args)[name]}")
+    if isinstance(args, NodeArgs) and not 0 <= args.rank < args.world_size:
+        raise UserError(f"--rank must be from 0 to {args.world_size - 1}, got {args.rank}")
+    if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
+        raise UserError("--world-size needs --dist-url tcp://HOST:PORT, the address of node 0")
+    if args.nproc > 1 and launched():
+        raise UserError("--nproc has no effect under torchrun or srun; remove it or unset RANK")
+    if len(os.fsencode(tempfile.gettempdir())) > 70 and (args.nproc > 1 or args.workers):
+        raise UserError("TMPDIR is longer than 70 bytes, too long for sockets; use TMPDIR=/tmp")
+    return replace(expand_home(args), resume=str(Path(args.resume).expanduser()))
 
 
 def expand_home(args: Any) -> Any:
@@ -242,13 +228,6 @@ def one_line_errors() -> Generator[None]:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit without freeing all Python objects, because freeing them would take 1.5 s."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _start_fork_server(module: str) -> None:
@@ -278,15 +257,14 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
 
         Signals within one second count as one: the terminal and a parent may both send SIGINT.
         """
-        signal_now = signum
         if signum in STOP_SIGNALS:
-            if stopped_at and time.monotonic() > stopped_at[0] + 1:
-                print("second signal: exiting without saving", file=sys.stderr, flush=True)
-                signal_now = signal.SIGKILL
             stopped_at.append(time.monotonic())
+            if stopped_at[-1] > stopped_at[0] + 1:
+                print("second signal: exiting without saving", file=sys.stderr, flush=True)
+                signum = signal.SIGKILL
         for child in multiprocessing.active_children():
             if child.pid is not None:
-                os.kill(child.pid, signal_now)
+                os.kill(child.pid, signum)
 
     for signum in (*STOP_SIGNALS, signal.SIGUSR1):
         signal.signal(signum, forward)

@@ -1,12 +1,8 @@
 """Initialize a rank and report its errors.
 
-`init_distributed` runs the usual first lines of a distributed program:
-
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-
-and names missing ranks. `record` replaces torch's decorator of the same name. It prints an error
-once per job and sets an exit code for the scheduler.
+`init_distributed` calls `torch.cuda.set_device` and `dist.init_process_group`, and names missing
+ranks. `record` replaces torch's decorator of the same name. It prints an error once per job and
+sets an exit code for the scheduler.
 
 | code | meaning | a scheduler should |
 |---|---|---|
@@ -22,7 +18,6 @@ import faulthandler
 import functools
 import multiprocessing
 import os
-import secrets
 import select
 import signal
 import sys
@@ -44,18 +39,12 @@ from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserErro
 # Substrings of gloo and NCCL errors when a process exits or does not respond within --timeout.
 LOST_WORDS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out", "imeout"),
-    "wait timeout after",  # gloo: a rank's address is missing from the store
     *("Failed to recv", "remote process exited", "communicator was aborted"),
 )
 
 
 class Stopped(BaseException):
-    """Raised when a signal stops the run; not an `Exception`, because libraries catch those.
-
-    Args:
-        signum: signal number; the exit code is 128 + signum.
-        saved: message that names the saved checkpoint.
-    """
+    """Raised when a signal stops the run; not an `Exception`, because libraries catch those."""
 
     def __init__(self, signum: int, saved: str = "nothing to save") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}: {saved}")
@@ -83,11 +72,7 @@ def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
 
 
 def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
-    """Return this rank's device and backend, and set its number of CPU threads.
-
-    Raises:
-        UserError: the device or the backend is not available.
-    """
+    """Return this rank's device and backend, and set its number of CPU threads."""
     torch.set_num_threads(_threads(here))
     if here.local_world_size == here.world_size:  # use no socket that other machines can reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -131,11 +116,7 @@ def cores() -> int:
 
 
 def local_batch_size(batch_size: int, ranks: int) -> int:
-    """Return the number of samples per rank in a global batch.
-
-    Raises:
-        UserError: the batch cannot be divided equally.
-    """
+    """Return the number of samples per rank in a global batch, which must be divisible."""
     if batch_size % ranks:
         near = -(-batch_size // ranks) * ranks
         raise UserError(
@@ -157,7 +138,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
     def recorded(local_rank: int, args: Any) -> Any:
         faulthandler.enable()  # gloo aborts a rank that receives a message of an unexpected size
         reports = args.out / "hang"
-        watched = (os.getppid(), hang.install(reports), reports)
+        watched = (hang.install(reports), reports)
         threading.Thread(target=_watch, args=watched, daemon=True).start()
         # Forked loader workers share the dataset with their rank and exit with it.
         multiprocessing.set_start_method("fork", force=True)
@@ -177,15 +158,14 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
         if rendezvous.joined is None and local_rank > 0:
             # All ranks on this machine fail in the same way. Local rank 0 reports the error; then
             # the launcher stops this process.
-            for signum in STOP_SIGNALS:
-                signal.signal(signum, lambda *_: os._exit(code))
-            if received or code > 128:
-                os._exit(code)
-            time.sleep(15)
-        if _claim_error_report():
+            for _ in range(150):
+                if received or code > 128:
+                    os._exit(code)
+                time.sleep(0.1)
+        if _is_first_error():
             print(message, file=sys.stderr, flush=True)
-        if rendezvous.joined is not None:
-            rendezvous.linger(rendezvous.joined, int(os.environ["RANK"]))
+        if rendezvous.hosted is not None:
+            time.sleep(1)  # other ranks read from this store that the error is reported
         sys.stdout.flush()
         # sys.exit would run a process group's destructors, which may wait for other ranks.
         os._exit(code)
@@ -194,21 +174,14 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stop(signum: int, _: FrameType | None) -> None:
-    signal.signal(signum, _ignore)  # Ctrl-C arrives twice: from the terminal and the launcher
+    # Ctrl-C arrives twice: from the terminal and the launcher. With SIG_IGN, Python would warn
+    # about a signal that is already pending.
+    signal.signal(signum, lambda *_: None)
     raise Stopped(signum)
 
 
-def _ignore(_: int, __: FrameType | None) -> None:
-    """Ignore a signal. With SIG_IGN, Python would warn about a signal that is already pending."""
-
-
 def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
-    """Return the message and the exit code for an error.
-
-    Args:
-        error: exception that `main_worker` raised.
-        reports: folder that contains the hang reports.
-    """
+    """Return the message and the exit code for an error."""
     if isinstance(error, UserError):  # a loader worker's message follows its traceback
         return f"error: {str(error).splitlines()[-1].split('UserError: ')[-1]}", 2
     if isinstance(error, Stopped):
@@ -225,24 +198,24 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
     return f"error: rank {rank}: {''.join(traceback.format_exception(error))}", 1
 
 
-def _claim_error_report() -> bool:
+def _is_first_error() -> bool:
     """Return True if no other rank has reported an error; later errors are only consequences.
 
     Under torchrun, one rank per node reports, because each pod has its own log.
     """
-    store, own_id = rendezvous.joined, secrets.token_hex(8)
-    key = f"error/{os.environ.get('GROUP_RANK', '')}"
+    store, key = rendezvous.joined, f"error/{os.environ.get('GROUP_RANK', '')}"
     with contextlib.suppress(RuntimeError):
-        return store is None or store.compare_set(key, "", own_id) == own_id.encode()
+        return store is None or store.add(key, 1) == 1
     return True  # the store's host has exited: reporting twice is better than not at all
 
 
-def _watch(agent: int, signals: int, reports: Path) -> None:
+def _watch(signals: int, reports: Path) -> None:
     """Exit when the parent process is killed, because nothing else would end this rank.
 
     This thread also answers SIGUSR1 when the main thread is blocked in a collective.
     """
-    parent, elastic = multiprocessing.parent_process(), "TORCHELASTIC_RUN_ID" in os.environ
+    parent, agent = multiprocessing.parent_process(), os.getppid()
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ
     while True:
         if select.select([signals], [], [], 0.5)[0]:
             hang.answer(signals, reports)

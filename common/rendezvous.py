@@ -7,6 +7,7 @@ import platform
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from common.launch import Place, UserError
 
 joined: dist.Store | None = None  # `record` uses it to select the rank that reports an error
+hosted: dist.Store | None = None  # the store, if this process hosts it for other ranks
 
 
 def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
@@ -25,62 +27,52 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
     """
     global joined
     if here.world_size == 1:
-        joined = dist.HashStore()
+        store = dist.HashStore()
     elif here.init_method.startswith("file://"):
-        path = here.init_method.removeprefix("file://")
-        joined = _join(dist.FileStore(path, here.world_size), here, seconds)
+        store = dist.FileStore(here.init_method.removeprefix("file://"), here.world_size)
     else:
         store = _connect(here, seconds)
-        try:
-            joined = _join(store, here, seconds)
-        except (TimeoutError, UserError):
-            linger(store, here.rank)
-            raise
+    joined = _join(store, here, seconds)
     joined.set(f"process/{here.rank}", f"{platform.node()} {os.getpid()}")  # for hang.py
     return joined
 
 
-def linger(store: dist.Store, rank: int) -> None:
-    """Wait one second if this rank hosts the store, so that other ranks can read the error."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, dist.TCPStore) and _is_host(rank):
-        time.sleep(1)
-
-
-def _is_host(rank: int) -> bool:
-    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
 def _connect(here: Place, seconds: float) -> dist.Store:
+    global hosted
     host, _, port = here.init_method.removeprefix("tcp://").rpartition(":")
-    is_host = _is_host(here.rank)
+    address, timeout = (host.strip("[]"), int(port)), timedelta(seconds=seconds)
+    is_host = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_host:
-        _await_host(host.strip("[]"), int(port), seconds)
+        _await_host(address, seconds)
     try:
-        return dist.TCPStore(
-            host.strip("[]"),
-            int(port),
-            is_master=is_host,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=seconds),
-        )
+        store = dist.TCPStore(*address, is_master=is_host, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError:
         raise UserError(f"port {port} is used by another program; use another port") from None
+    hosted = store if is_host else None
+    return store
 
 
-def _await_host(host: str, port: int, seconds: float) -> None:
-    """Wait until the store's host accepts connections; its DNS name may not exist yet."""
-    deadline = time.monotonic() + seconds
-    while True:
+def _await_host(address: tuple[str, int], seconds: float) -> None:
+    """Wait until the store's host accepts connections; its DNS name may not exist yet.
+
+    TCPStore would also wait, but it prints C++ frames if it fails.
+    """
+    for _ in _attempts(seconds):
         with contextlib.suppress(OSError):
-            return socket.create_connection((host, port), timeout=1).close()
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"node 0 did not accept connections at {host}:{port} within {seconds:g} s; "
-                f"check the address, the port and the firewall"
-            )
-        time.sleep(0.1)
+            return socket.create_connection(address, timeout=1).close()
+    raise TimeoutError(
+        f"node 0 did not accept connections at {address[0]}:{address[1]} within {seconds:g} s; "
+        f"check the address, the port and the firewall"
+    )
+
+
+def _attempts(seconds: float) -> Iterator[None]:
+    """Yield at growing intervals until the time is over."""
+    deadline, pause = time.monotonic() + seconds, 0.002
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(pause)
+        pause = min(0.5, 2 * pause)
 
 
 def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
@@ -90,44 +82,29 @@ def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
     processes. Each process therefore registers under a random ID, and rank 0 publishes the list of
     IDs. Once every rank has acknowledged a list, that list defines the job.
     """
-    rank, world_size = here.rank, here.world_size
-    own_id = f"{secrets.token_hex(8)}/{world_size}"
-    participants, acknowledged = "", list[str]()
-    keys = [f"participant/{other}" for other in range(world_size)]
-    store.set(keys[rank], own_id)
-    deadline, pause = time.monotonic() + seconds, 0.002
-    while True:
-        if rank == 0 and store.check(keys):
-            latest = b" ".join(store.multi_get(keys)).decode()
-            if latest != participants:
-                store.set("participants", latest)
-            participants = latest
-        elif rank != 0 and store.check(["participants"]):
-            participants = store.get("participants").decode()
-        if participants.split()[rank : rank + 1] == [own_id]:
-            _check_world_sizes(participants.split())
-            job = hashlib.sha256(participants.encode()).hexdigest()[:16]
-            acknowledged = [f"{job}/{other}" for other in range(world_size)]
-            store.set(acknowledged[rank], "")
-            if store.check(acknowledged):
+    own_id = f"{secrets.token_hex(8)}/{here.world_size}"
+    keys = expected = [f"participant/{rank}" for rank in range(here.world_size)]
+    store.set(keys[here.rank], own_id)
+    for _ in _attempts(seconds):
+        if here.rank == 0 and store.check(keys):
+            store.set("participants", b" ".join(store.multi_get(keys)).decode())
+        ids = store.get("participants").split() if store.check(["participants"]) else []
+        if own_id.encode() in ids:
+            _check_world_sizes(ids)
+            job = hashlib.sha256(b" ".join(ids)).hexdigest()[:16]
+            expected = [f"{job}/{rank}" for rank in range(here.world_size)]
+            store.set(expected[here.rank], "")
+            if store.check(expected):
                 return dist.PrefixStore(job, store)
-        if time.monotonic() > deadline:
-            _raise_missing(store, acknowledged or keys, world_size, seconds)
-        time.sleep(pause)
-        pause = min(0.5, 2 * pause)
+    _check_world_sizes(store.multi_get([key for key in keys if store.check([key])]))
+    missing = ", ".join(str(rank) for rank, key in enumerate(expected) if not store.check([key]))
+    raise TimeoutError(f"rank {missing} of {here.world_size} did not join within {seconds:g} s")
 
 
-def _check_world_sizes(ids: list[str]) -> None:
-    sizes = {int(participant.rpartition("/")[2]) for participant in ids}
-    if len(sizes) > 1:
+def _check_world_sizes(ids: list[bytes]) -> None:
+    sizes = sorted({int(participant.rpartition(b"/")[2]) for participant in ids})
+    if len(sizes) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # an elastic job may change it
         raise UserError(
-            f"the ranks were started with different world sizes: {sorted(sizes)}; "
+            f"the ranks were started with different world sizes: {sizes}; "
             f"use the same --world-size and --nproc on all nodes"
         )
-
-
-def _raise_missing(store: dist.Store, keys: list[str], world_size: int, seconds: float) -> None:
-    registered = [k for r in range(world_size) if store.check([k := f"participant/{r}"])]
-    _check_world_sizes([value.decode() for value in store.multi_get(registered)])
-    missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
-    raise TimeoutError(f"rank {missing} of {world_size} did not join within {seconds:g} s")
