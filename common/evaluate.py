@@ -96,8 +96,8 @@ def write_predictions(
         return
     import pandas as pd  # only rank 0 needs it
 
-    labels, predictions = evaluation.targets.tolist(), evaluation.predictions.tolist()
-    names = {"label_name": [class_names[label] for label in labels]}
-    names["prediction_name"] = [class_names[label] for label in predictions]
-    table = pd.DataFrame({"label": labels, "prediction": predictions, **names, **columns})
+    table = pd.DataFrame({"label": evaluation.targets, "prediction": evaluation.predictions})
+    table["label_name"] = [class_names[label] for label in table["label"]]
+    table["prediction_name"] = [class_names[label] for label in table["prediction"]]
+    table = table.assign(**columns)
     table.to_csv(path, index_label="index", lineterminator="\r\n")  # quotes all line breaks

@@ -56,8 +56,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         reached = {os.path.realpath(root): str(root)}
         for name, folder in folders.items():
             if name not in self.classes:
-                known = ", ".join([*self.classes[:5], "..."])
-                text = f"{readable(folder)} is not a class of the training set ({known})"
+                text = f"{readable(folder)} is not a class of the training set"
                 raise UserError(f"{text}; rename or remove it")
             if not (paths := list_images(folder, reached)):
                 kinds = " ".join(IMG_EXTENSIONS)

@@ -73,8 +73,6 @@ def image_loaders(
     Raises:
         UserError: the files differ between nodes, or have one class; see also `ImageFolder`.
     """
-    train: Any
-    test: Any
     if workers < 0:
         workers = max(0, min(16, cores() // int(os.environ["LOCAL_WORLD_SIZE"]) - 1)) if data else 0
     if dummy:
@@ -86,8 +84,7 @@ def image_loaders(
         test = ImageFolder(data / "val", image_size, classes=train.classes)
         _check_same_on_all_ranks(data, train.samples + test.samples)
         if len(train.classes) < 2:
-            only = f"{readable(data)}/train has only one class folder, {train.classes[0]}"
-            raise UserError(f"{only}; add another class")
+            raise UserError(f"{readable(data)}/train has only one class folder; add another class")
         if absent := absent_classes(train.classes, test.targets):
             print0(f"{readable(data)}/val has {absent}")
     loader: Any = functools.partial(
