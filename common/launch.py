@@ -201,8 +201,7 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
 def _checked(args: Any) -> Any:
     for name in ("epochs", "batch_size", "nproc", "checkpoint_every", "timeout"):
         if vars(args)[name] <= 0:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} must be positive, got {vars(args)[name]}")
+            raise UserError(f"--{name.replace('_', '-')} must be positive, got {vars(args)[name]}")
     if isinstance(args, NodeArgs) and not 0 <= args.rank < args.world_size:
         raise UserError(f"--rank must be from 0 to {args.world_size - 1}, got {args.rank}")
     if isinstance(args, NodeArgs) and args.world_size > 1 and args.dist_url == "auto":
@@ -231,10 +230,7 @@ def one_line_errors() -> Generator[None]:
 
 
 def _start_fork_server(module: str) -> None:
-    """Import torch once, in a server from which all ranks are forked.
-
-    Importing torch does not initialize CUDA, so the forked ranks can still use it.
-    """
+    """Import torch, which does not initialize CUDA, in a server that forks all ranks."""
     multiprocessing.set_forkserver_preload([module, "torch._dynamo"])
     # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
     # the ranks. The helpers inherit the ignored signal and the signal mask set here.
@@ -253,13 +249,10 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
     stopped_at = list[float]()
 
     def forward(signum: int, _: FrameType | None) -> None:
-        """Forward a signal. On a stop signal, the ranks save and exit; a second one kills them.
-
-        Signals within one second count as one: the terminal and a parent may both send SIGINT.
-        """
+        """Forward a signal. On a stop signal, the ranks save and exit; a second one kills them."""
         if signum in STOP_SIGNALS:
             stopped_at.append(time.monotonic())
-            if stopped_at[-1] > stopped_at[0] + 1:
+            if stopped_at[-1] > stopped_at[0] + 1:  # a terminal and a parent may both send SIGINT
                 print("second signal: exiting without saving", file=sys.stderr, flush=True)
                 signum = signal.SIGKILL
         for child in multiprocessing.active_children():

@@ -52,12 +52,7 @@ class Stopped(BaseException):
 
 
 def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
-    """Join the process group and return this rank's device. Every rank calls this.
-
-    Raises:
-        UserError: the device or the backend is not available.
-        TimeoutError: ranks are missing after --timeout; the message names them.
-    """
+    """Join the process group and return this rank's device. Every rank calls this."""
     here = place(args, local_rank)
     device, backend = choose_device(args, here)
     dist.init_process_group(
@@ -138,8 +133,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
     def recorded(local_rank: int, args: Any) -> Any:
         faulthandler.enable()  # gloo aborts a rank that receives a message of an unexpected size
         reports = args.out / "hang"
-        watched = (hang.install(reports), reports)
-        threading.Thread(target=_watch, args=watched, daemon=True).start()
+        threading.Thread(target=_watch, args=(hang.install(reports), reports), daemon=True).start()
         # Forked loader workers share the dataset with their rank and exit with it.
         multiprocessing.set_start_method("fork", force=True)
         try:
@@ -199,11 +193,9 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
 
 
 def _is_first_error() -> bool:
-    """Return True if no other rank has reported an error; later errors are only consequences.
-
-    Under torchrun, one rank per node reports, because each pod has its own log.
-    """
-    store, key = rendezvous.joined, f"error/{os.environ.get('GROUP_RANK', '')}"
+    """Return True if no other rank has reported an error; later errors are only consequences."""
+    store = rendezvous.joined
+    key = f"error/{os.environ.get('GROUP_RANK', '')}"  # each node of torchrun has its own log
     with contextlib.suppress(RuntimeError):
         return store is None or store.add(key, 1) == 1
     return True  # the store's host has exited: reporting twice is better than not at all

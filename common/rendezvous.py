@@ -53,11 +53,8 @@ def _connect(here: Place, seconds: float) -> dist.Store:
 
 
 def _await_host(address: tuple[str, int], seconds: float) -> None:
-    """Wait until the store's host accepts connections; its DNS name may not exist yet.
-
-    TCPStore would also wait, but it prints C++ frames if it fails.
-    """
-    for _ in _attempts(seconds):
+    """Wait until the store's host accepts connections; its DNS name may not exist yet."""
+    for _ in _attempts(seconds):  # TCPStore would also wait, but print C++ frames if it fails
         with contextlib.suppress(OSError):
             return socket.create_connection(address, timeout=1).close()
     raise TimeoutError(

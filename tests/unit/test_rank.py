@@ -1,13 +1,15 @@
-"""Device, backend and threads of a rank."""
+"""Device, backend and threads of a rank; a rendezvous after torchrun's restart."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from common import rank
+from common import rank, rendezvous
 from common.launch import NodeArgs, Place, RunArgs, UserError
 from common.rank import choose_device, cores, local_batch_size
 
@@ -100,3 +102,17 @@ def test_batches_are_divided_equally() -> None:
     assert local_batch_size(120, 3) == 40
     with pytest.raises(UserError, match="--batch-size 100 is not divisible by 3 ranks; use 102"):
         local_batch_size(100, 3)
+
+
+def test_elastic_job_changes_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun keeps its store, with the IDs of the attempt that had 4 ranks."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    store = dist.HashStore()
+    for key in range(4):
+        store.set(f"participant/{key}", f"{key}/4")
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(rendezvous._join, store, Place(0, 0, 2, 2, ""), 9.0)
+        store.wait(["participants"])  # rank 0 has published rank 1's old ID
+        second = rendezvous._join(store, Place(1, 1, 2, 2, ""), 9.0)
+    first.result().set("key", "value")
+    assert second.get("key") == b"value"
