@@ -10,6 +10,7 @@ processor time of all threads, with steps of 5 ms.
 """
 
 import os
+import resource
 import socket
 import tempfile
 import time
@@ -55,6 +56,8 @@ def join(
     # torch looks up the host name of each connection, and an unreachable name server costs 5 s.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # gloo opens three files per rank
     here = Place(rank, rank, ranks, ranks, f"tcp://127.0.0.1:{port}")
     ready.wait()
     began = began if group else time.perf_counter()
