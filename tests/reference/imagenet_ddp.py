@@ -77,9 +77,8 @@ class Images:
     def batch(self, epoch: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         crops = []
         for index in indices.tolist():
-            seeds = np.random.SeedSequence([self.args.seed, epoch, index])
             with torch.random.fork_rng():
-                torch.manual_seed(int(seeds.generate_state(1)[0]))
+                torch.manual_seed(hash((self.args.seed, epoch, index)))
                 crops.append(self.random_crop(self.pixels[index]))
         return normalize(crops), self.labels[indices]
 
