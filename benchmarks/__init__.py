@@ -1,1 +1,1 @@
-"""Speed measurements, each side by side with a peer; results/ contains the raw samples."""
+"""Speed measurements, each next to a baseline; results/ contains the raw samples."""

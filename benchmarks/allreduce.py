@@ -1,9 +1,9 @@
-"""Compare sums over two ranks: ring, shared memory, compression and `dist.all_reduce`.
+"""Compare ways to sum tensors over two ranks: ring, shared memory, compression, all_reduce.
 
     python -m benchmarks.allreduce
 
-The program then compares training steps of ResNet-18 that average gradients in these ways with DDP.
-Each rank has one core.
+The program then times training steps of ResNet-18 that average gradients with DDP, the ring or
+shared memory. Each rank has one core.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def compare_compression(width: int, rounds: int) -> dict[str, list[float]]:
 
 
 def set_gradients(model: nn.Module, flat: Tensor) -> None:
-    """Make the gradients of a model views of a tensor [n]."""
+    """Set each parameter's gradient to a view of the flat tensor [n]."""
     parameters = list(model.parameters())
     views = flat.split([parameter.numel() for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
@@ -101,7 +101,7 @@ def compare_steps(
 
 
 def measure(args: Measurement) -> Result:
-    """Compare sums of each size, compression methods and training steps."""
+    """Compare sums for each tensor size, compression methods and training steps."""
     tables, claims = dict[str, Table](), list[Claim]()
     rounds, batch, size, width = args.rounds, 8, 224, 2048
     if args.quick:

@@ -1,10 +1,10 @@
-"""Compare the speed of bert_dp with a naive recipe, and its accuracy with a linear model.
+"""Compare bert_dp with a naive recipe (speed) and with a linear model (accuracy).
 
     python -m benchmarks.bert
 
-The naive recipe draws batches at random, pads them to 128 tokens, uses dropout 0.1 and torch's
-defaults of Adam and float32, and reads the loss in each step. Both recipes train a BERT of the same
-size on the same reviews, with all cores.
+The naive recipe draws batches at random, pads them to 128 tokens, and uses dropout 0.1, torch's
+default Adam and float32. It reads the loss in each step. Both recipes train a BERT of the same size
+on the same reviews, using all cores.
 """
 
 import re
@@ -55,7 +55,7 @@ def build(texts: list[str], dropout: float) -> Model:
 
 
 def per_second(step: Callable[[Any], object], batches: Iterable[Any], count: int) -> float:
-    """Return the reviews per second in an epoch, including tokenization and updates."""
+    """Train for one epoch; return the reviews per second, including tokenization and updates."""
     began = time.perf_counter()
     for batch in batches:
         step(batch)
@@ -63,7 +63,7 @@ def per_second(step: Callable[[Any], object], batches: Iterable[Any], count: int
 
 
 def naive(data: Subset[Any], texts: list[str]) -> Callable[[], float]:
-    """Return a program that trains an epoch with the naive recipe."""
+    """Return a program that trains for one epoch with the naive recipe."""
     bert, tokenizer = build(texts, dropout=0.1)
     optimizer = Adam(bert.parameters(), 5e-4)
 
@@ -86,7 +86,7 @@ def naive(data: Subset[Any], texts: list[str]) -> Callable[[], float]:
 
 
 def ours(data: Subset[Any], texts: list[str]) -> Callable[[], float]:
-    """Return a program that trains an epoch like bert_dp."""
+    """Return a program that trains for one epoch like bert_dp."""
     bert, tokenizer = build(texts, dropout=0.0)
     classifier = Classifier(bert, tokenizer.pad_token_id, autocast("auto", torch.device("cpu")))
     optimizer = AdamW(bert.parameters(), 5e-4, weight_decay=0.01, fused=True)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.dataparallel
 
-On a CPU, a device is a core. The program compares one replica with one thread, the eight steps by
-hand with a thread per replica, and DDP with a process per core. It reports the slowest process.
+Each CPU core acts as a device. The program times three variants: a single-threaded replica, the
+manual eight steps with one thread per replica, and DDP with one process per core. It reports the
+time of the slowest process.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ FASTER = 1.4  # minimum speed relative to one core, with the largest batch
 
 
 def make_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
-    """Return a training step."""
+    """Return a function that performs one training step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
 
     def step() -> None:
@@ -39,7 +40,7 @@ def make_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], 
 
 
 def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
-    """Compare one core, the eight steps and DDP for a batch size. Both ranks call this."""
+    """Time one core, the eight steps and DDP for a batch size, in seconds. Both ranks call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = torch.randn(batch, 1, 28, 28), torch.arange(batch) % 10
     torch.set_num_threads(world_size)  # EightSteps divides them among its threads
@@ -58,7 +59,7 @@ def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
 
 
 def measure(args: Measurement) -> Result:
-    """Compare one core, the eight steps and DDP for each batch size."""
+    """Compare the speed of one core, the eight steps and DDP for each batch size."""
     tables, claims = dict[str, Table](), []
     batches = BATCHES[-1:] if args.quick else BATCHES
     for batch in batches:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu
 
-The program first runs the examples, whose steps must not wait for the device. It then trains MNIST
-to 99%, BERT-base on random tokens, and ResNet-50 on random pixels, which are in host memory.
+The program first checks that the steps of the examples do not wait for the device. It then trains
+a network to 99% on MNIST, BERT-base on random tokens, and ResNet-50 on random pixels from host
+memory.
 """
 
 import re
@@ -42,7 +43,7 @@ def host_waits(example: str) -> float:
 
 
 def bert(batch: int) -> Callable[[], float]:
-    """Return a program that trains BERT-base in bf16; it returns sequences per second."""
+    """Return a function that trains BERT-base in bf16 and returns the sequences per second."""
     device = torch.device("cuda")
     model = BertForSequenceClassification(BertConfig()).to(device)
     classifier = Classifier(model, 0, autocast("bf16", device))
@@ -62,7 +63,7 @@ def bert(batch: int) -> Callable[[], float]:
 
 
 def measure(args: Measurement) -> Result:
-    """Measure host waits, then speed; run ResNet-50 once, because it compiles for a minute."""
+    """Measure host waits, then speed; run ResNet-50 once, because compiling it takes a minute."""
     tables, claims = dict[str, Table](), list[Claim]()
     waits = {example: [host_waits(example)] for example in EXAMPLES}
     tables["Host waits per step"] = Table("waits", waits)
@@ -71,7 +72,7 @@ def measure(args: Measurement) -> Result:
         with tempfile.TemporaryDirectory() as temporary:
             shutil.copytree(args.data / "mnist", Path(temporary, "data"))
             program = partial(mnist.ours, 1, Path(temporary, "data"), 0.99, "cuda")
-            program()  # warm-up: unpacks, compiles bytecode, fills the file cache
+            program()  # warm-up: data unpacked, bytecode compiled, files cached
             seconds = compare({"mnist_ddp_spawn": program}, 1 if args.quick else args.rounds)
         tables["MNIST to 99%"] = Table("s", seconds)
         value = harness.medians(seconds)["mnist_ddp_spawn"]

@@ -1,7 +1,7 @@
-"""Compare programs, which run once per round in an order that changes with each round.
+"""Compare programs by running each once per round, in an order that changes every round.
 
-A change in the machine's load therefore affects all programs. A result contains every sample, a
-description of the machine, and claims with their bounds.
+A change in the machine's load therefore affects all programs alike. A result contains every sample,
+a description of the machine, and claims with their bounds.
 """
 
 import importlib.metadata
@@ -37,13 +37,13 @@ class Measurement:
     """The flags of a benchmark."""
 
     rounds: int = 3
-    """Samples of each program."""
+    """Number of samples of each program."""
     quick: bool = False
     """Run one round with small sizes, to check that the benchmark works; save nothing."""
     data: Path = Path(os.environ.get("DDP_TEST_DATA", "../shared/data"))
     """Folder that contains mnist, imagenet_superclass, imagenette224_subset, chnsenticorp, ..."""
     peer: Path | None = None
-    """Checkout of https://github.com/pytorch/examples; without it, no peer is measured."""
+    """Checkout of https://github.com/pytorch/examples; needed to measure its MNIST example."""
 
     @property
     def suffix(self) -> str:
@@ -69,7 +69,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """The samples of programs that were compared."""
+    """Samples of the compared programs, by program name."""
 
     unit: str
     samples: Mapping[str, Sequence[float]]
@@ -81,7 +81,7 @@ class Result:
 
     Attributes:
         inputs: data and sizes by name.
-        tables: tables of samples by title.
+        tables: samples by title.
         claims: statements about the tables.
         curves: losses per step by name, for a chart.
     """
@@ -114,7 +114,7 @@ def main(
         print(f"{title}, {table['unit']}: {shown}")
     for claim in result.claims:
         verdict = "holds" if claim.holds else "DOES NOT HOLD"
-        verdict = "not judged" if args.quick else verdict  # small sizes
+        verdict = "not judged" if args.quick else verdict  # the sizes are too small
         limit = "at most" if claim.at_most else "at least"
         print(f"{claim.text}: {claim.value:.3g} {claim.unit} ({limit} {claim.bound:g}): {verdict}")
     if not args.quick:
@@ -127,7 +127,7 @@ def main(
 
 
 def facts() -> dict[str, Any]:
-    """Return the date, the revision, a description of the machine, and package versions."""
+    """Return the date, the git revision, a description of the machine, and package versions."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -171,7 +171,7 @@ def compare(
     samples: dict[str, list[float]] = {name: [] for name in programs}
     for number in range(rounds):
         order = sorted(programs)
-        random.Random(number).shuffle(order)  # noqa: S311 - no secret
+        random.Random(number).shuffle(order)  # noqa: S311 - not for cryptography
         for name in order:
             samples[name].append(programs[name]())
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -181,7 +181,7 @@ def compare(
 
 
 def timed(step: Callable[[], object], repeats: int = 1, warm_up: int = 1) -> float:
-    """Return the mean seconds per step on the slowest rank. Every rank calls this."""
+    """Return the mean time per step on the slowest rank, in seconds. Every rank calls this."""
     for _ in range(warm_up):
         step()
     if dist.is_initialized():
@@ -196,11 +196,11 @@ def timed(step: Callable[[], object], repeats: int = 1, warm_up: int = 1) -> flo
 
 
 def on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on each rank, a forked process with one thread; return rank 0's result."""
+    """Call a function in forked ranks with one thread each, and return rank 0's result."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "result")
         launch(_on_rank, ranks, file, function, *args)
-        return pickle.loads(file.read_bytes())  # noqa: S301 - written below
+        return pickle.loads(file.read_bytes())  # noqa: S301 - written by rank 0
 
 
 def _on_rank(file: Path, function: Callable[..., Any], *args: Any) -> None:
@@ -215,7 +215,7 @@ def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def ratio(samples: Mapping[str, Sequence[float]], over: str, under: str) -> float:
-    """Return the median ratio of two programs' samples over the rounds."""
+    """Return the median, over the rounds, of the ratio of two programs' samples."""
     return median(a / b for a, b in zip(samples[over], samples[under], strict=True))
 
 

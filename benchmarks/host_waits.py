@@ -1,8 +1,8 @@
-"""Train an example on a GPU, and count how often the host waits for the device within steps.
+"""Run an example on a GPU, and count how often its training steps wait for the device.
 
     python -m benchmarks.host_waits gan_ddp --epochs 2
 
-A wait empties the queue of the device, which is then idle until the host has prepared more work.
+During a wait, the device's queue runs empty; the device is then idle until the host submits work.
 torch detects most calls that wait, but not waits in collectives. The first steps of an epoch are
 not counted.
 """
@@ -31,7 +31,7 @@ def count(message: Warning | str, _: type[Warning], file: str, line: int, *__: A
 
 
 def watched_steps(run: Run, loader: Any) -> Iterator[Any]:
-    """Yield the batches of an epoch, and make torch warn about waits."""
+    """Yield the batches of an epoch, and make torch warn when the host waits for the device."""
     global steps
     for number, batch in enumerate(original_steps(run, loader)):
         if number >= FIRST:

@@ -1,11 +1,11 @@
-"""Compare input and training of imagenet_ddp with pytorch/examples, in images per second.
+"""Compare data loading and training of imagenet_ddp with pytorch/examples, in images per second.
 
     python -m benchmarks.imagenet
     python -m benchmarks.imagenet --device cuda      # ResNet-50, training only
 
 The recipe of pytorch/examples uses Pillow, RandomResizedCrop, RandomHorizontalFlip, ToTensor and
 Normalize. It trains in float32 with torch's default memory format and kernels, and reads the loss
-in each step. Input runs on one core. Both programs train on the same random images in each step.
+in each step. Data loading uses one core. Each program repeatedly trains on a few random images.
 """
 
 import re
@@ -64,7 +64,7 @@ def copy_images(source: Path, target: Path, count: int) -> int:
 
 
 def per_second(images: Iterable[Tensor], finish: Callable[[Tensor], object], count: int) -> float:
-    """Return the images per second of processor time when reading images in batches of 32."""
+    """Read images in batches of 32; return the images per second of CPU time."""
     began, batch = time.process_time(), list[Tensor]()
     for image in images:
         batch.append(image)
@@ -75,7 +75,7 @@ def per_second(images: Iterable[Tensor], finish: Callable[[Tensor], object], cou
 
 
 def compare_input(full: Path, resized: Path, count: int, rounds: int) -> dict[str, list[float]]:
-    """Return the images per second of processor time for each way to read them."""
+    """Return the images per second of CPU time for each way to read them."""
     recipe = datasets.ImageFolder(
         str(full),
         transforms.Compose(
@@ -104,7 +104,7 @@ def compare_input(full: Path, resized: Path, count: int, rounds: int) -> dict[st
 
 
 def train_recipe(arch: str, batch: int, steps: int, device: torch.device) -> float:
-    """Return the images per second of the recipe, without its first two steps."""
+    """Train with the recipe; return its images per second, excluding the first two steps."""
     model = models.get_model(arch).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
@@ -123,8 +123,8 @@ def train_recipe(arch: str, batch: int, steps: int, device: torch.device) -> flo
 def train_ours(
     arch: str, batch: int, steps: int, device: torch.device, *more: object, every: int = 1
 ) -> float:
-    """Return the images per second of imagenet_ddp, without its first steps."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:  # killed while training
+    """Run imagenet_ddp; return its images per second, excluding the first steps."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:  # the run is killed
         words = ("python", "-m", "examples.imagenet_ddp", "--dummy", "-a", arch, "-b", batch)
         words += ("--print-freq", every, "--device", device.type, "--out", out, *more)
         first: tuple[int, float] | None = None
@@ -166,7 +166,7 @@ def measure_input(args: Args) -> tuple[int, dict[str, list[float]]]:
 
 
 def measure(args: Args) -> Result:
-    """Compare input and training of imagenet_ddp with the recipe."""
+    """Compare data loading and training of imagenet_ddp with the recipe."""
     rounds, tables, claims = 1 if args.quick else args.rounds, dict[str, Table](), list[Claim]()
     arch, batch, programs = training_programs(args.device, args.quick)
     inputs: dict[str, Any] = {"model": arch, "batch": batch, "pixels": "224x224"}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.mnist --peer ../pytorch-examples
 
-A run ends with the output line that reports the accuracy. The peer runs with its default recipe.
+Timing stops at the output line that reports this accuracy. pytorch/examples runs with its defaults.
 """
 
 import re
@@ -44,7 +44,7 @@ def peer(folder: Path, target: float) -> float:
 
 
 def measure(args: Measurement) -> Result:
-    """Compare one process, two processes and the peer."""
+    """Time one process and two processes, and pytorch/examples if --peer is set."""
     target = 0.9 if args.quick else 0.99
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary, "data")
@@ -54,7 +54,7 @@ def measure(args: Measurement) -> Result:
             "2 processes": partial(ours, 2, data, target),
         }
         if not args.quick:
-            programs["1 process"]()  # warm-up: unpacks, compiles bytecode, fills the file cache
+            programs["1 process"]()  # warm-up: data unpacked, bytecode compiled, files cached
         if args.peer:
             folder = Path(temporary, "mnist")
             shutil.copytree(args.peer / "mnist", folder)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.pipeline
 
-The program times the example's schedules and those of torch.distributed.pipelining, in bfloat16 if
-the processor supports it. The baseline is the un-split model on one core, with the whole batch or
-with micro-batches, whichever is faster. Also measured are the activations that a stage keeps.
+The program times the schedules of the example and of torch.distributed.pipelining, in bfloat16 if
+the processor supports it. The baseline is the unsplit model on one core, with the whole batch or
+with micro-batches, whichever is faster. It also measures the memory of each stage's activations.
 """
 
 import os
@@ -29,7 +29,7 @@ from examples.resnet_pipeline.pipeline import Pipeline, make_mesh
 from examples.resnet_pipeline.stages import build_stage
 
 STAGES, MICRO_BATCHES = 2, 4
-CUTS = {"resnet50": ("layer2.3",), "resnet18": ()}  # so that the stages need about the same time
+CUTS = {"resnet50": ("layer2.3",), "resnet18": ()}  # both stages take about the same time
 TORCH_SCHEDULES = ("gpipe", "1f1b", "interleaved")
 WHOLE, SPLIT = "one core, whole batch", "one core, micro-batches"
 FLOORS = {"1F1B": 1.55}
@@ -41,7 +41,7 @@ Step = Callable[[], object]
 class ChannelsLast(nn.Module):
     """A stage with inputs and outputs [B, H, W, C], because torch sends only contiguous tensors.
 
-    Messages are bfloat16, like the messages of the example's pipeline.
+    Messages are bfloat16, like in the example's pipeline.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -69,7 +69,7 @@ def optimized(modules: list[nn.Module], forward_backward: Step) -> Step:
 
 
 def alone(arch: str, micro_batches: int, images: Tensor, labels: Tensor) -> Step:
-    """Return a step of the un-split model on rank 0; the other rank does nothing."""
+    """Return a training step of the unsplit model on rank 0; the other rank does nothing."""
     if dist.get_rank() > 0:
         return lambda: None
     model = build_stage(arch, 10, "batch", 1, 0)
@@ -92,7 +92,7 @@ def by_hand(name: str, arch: str, micro_batches: int) -> Pipeline:
 
 
 def by_torch(name: str, arch: str, images: Tensor, labels: Tensor) -> Step:
-    """Return a step with one of torch's schedules. Every rank calls this."""
+    """Return a training step that uses one of torch's schedules. Every rank calls this."""
     indices = stage_indices(name, dist.get_rank(), STAGES)
     count = len(indices) * STAGES
     cuts = CUTS[arch] if count == STAGES else ()
@@ -143,7 +143,7 @@ def compare_schedules(arch: str, batch: int, size: int, rounds: int) -> dict[str
 
 
 def kept_megabytes(step: Step, parameters: Iterable[Tensor]) -> float:
-    """Return the peak memory of the tensors saved for backward, without parameters, in MiB."""
+    """Return the peak memory of the tensors saved for backward, excluding parameters, in MiB."""
     users, now, most = Counter(p.untyped_storage().data_ptr() for p in parameters), 0, 0
 
     class Saved:
@@ -181,7 +181,7 @@ def compare_memory(arch: str, batch: int, size: int) -> dict[str, list[float]]:
 
 
 def measure(args: Measurement) -> Result:
-    """Compare all schedules with one core, and the memory of GPipe and 1F1B."""
+    """Compare the speed of all schedules with one core, and the memory of 1F1B with GPipe."""
     arch, batch, size, rounds = "resnet50", 32, 224, args.rounds
     if args.quick:
         arch, batch, size, rounds = "resnet18", 8, 64, 1

@@ -95,7 +95,7 @@ def draw_tables(tables: dict[str, Any], path: Path) -> None:
 
 
 def draw_curves(curves: dict[str, list[float]], path: Path) -> None:
-    """Plot losses over steps; later lines are thinner, so that equal lines remain visible."""
+    """Plot losses over steps; later curves are thinner, so that identical curves remain visible."""
     figure = Figure((7.5, 3.2), dpi=110, layout="constrained")
     axes = figure.subplots()
     colors = ("#f0b84b", "#0b5cad", "black")

@@ -15,15 +15,15 @@ from torch.utils.data import DistributedSampler
 def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     """Make DDP arrange its buckets before the first step. Every rank calls this.
 
-    After its first backward, DDP rearranges its buckets by the order in which gradients became
+    After its first backward pass, DDP rearranges its buckets in the order in which gradients became
     ready. With 3 or more ranks, the arrangement determines the order of additions. The first step
-    after resuming would therefore differ in the last bits from that of an uninterrupted run.
-    This call runs a backward before every run's first step, without the model's forward: the loss
-    is the sum of all parameters. Parameters, buffers and random generators do not change.
+    after resuming would therefore differ in the last bits from that step of an uninterrupted run.
+    This call runs a backward pass before every run's first step. The loss is the sum of parameters;
+    the model itself is not called. Parameters, buffers and random generators do not change.
 
     Models with sparse gradients, a static graph or parameter hooks (which would run) are skipped.
-    Resumed runs of these models differ in the last bits on 3 or more ranks. Register communication
-    hooks after this call, because its backward would run them.
+    With 3 or more ranks, resumed and uninterrupted runs of these models differ in the last bits.
+    Register communication hooks after this call, because its backward pass would run them.
     """
     module = ddp.module
     embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
@@ -40,7 +40,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
 
 
 class _SumOfParameters(nn.Module):
-    """A stand-in for the model. Its gradients are all 1; it does not call the model's forward."""
+    """A stand-in for the model. Its gradients are all 1; it skips the model's forward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
 class ResumableSampler(DistributedSampler[Any]):
     """A DistributedSampler that can skip samples and yields (epoch, index) pairs.
 
-    The epoch is part of the key because persistent loader workers keep a copy of the dataset from
+    The pairs contain the epoch because persistent loader workers keep a copy of the dataset from
     the first epoch. `set_epoch` does not reach them, but random crops must differ between epochs.
     """
 

@@ -1,11 +1,11 @@
-"""Report what each rank is waiting for, after a time-out, a lost connection or SIGUSR1.
+"""Report what each rank is waiting for, after a timeout, a lost connection or SIGUSR1.
 
 Each rank writes OUT/hang/rank-R.json, with the source line that its main thread is executing and
 the latest collectives from torch's flight recorder. `explain` compares these files.
 
 The recorder is read only in the main thread, because reading it while another thread enters a
 collective can crash the process. A rank that is blocked inside a collective therefore reports its
-line immediately, but its collectives only after the time-out.
+line immediately, but its collectives only after the timeout.
 """
 
 import json
@@ -81,7 +81,7 @@ def table(reports: Iterable[dict[str, Any]]) -> list[str]:
 def explain(reports: list[dict[str, Any]], states: Mapping[int, str]) -> str:
     """Explain in one sentence why the ranks wait, naming the rank at fault if there is one.
 
-    `states` describes the ranks that wrote no report, for example as "is stopped".
+    `states` describes the ranks that wrote no report, for example with "is stopped".
     """
     difference = _difference(reports)
     if states:
@@ -126,7 +126,7 @@ def _name(reports: list[dict[str, Any]], what: str) -> str:
 
 
 def install(folder: Path) -> int:
-    """Report on SIGUSR1, and return the file descriptor from which `answer` reads the signals."""
+    """Install a SIGUSR1 handler that writes a report; return the descriptor that `answer` reads."""
 
     def handle(_: int, frame: FrameType | None) -> None:
         if dist.is_initialized():
@@ -152,7 +152,7 @@ def answer(descriptor: int, folder: Path) -> None:
 
 
 def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> list[str]:
-    """Report the line that raised `error`, and return the comparison with the other ranks."""
+    """Report the line that raised `error`, and return a comparison of all ranks' reports."""
     if store is None:
         return []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # keep the report with the error's line

@@ -31,8 +31,8 @@ NO_CLASSES |= {"$RECYCLE.BIN", "System Volume Information", "__MACOSX", "lost+fo
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """Images as bytes [3, size, size] and labels, from a folder with one subfolder per class.
 
-    Classes and images have the order of torchvision's ImageFolder. A key (epoch, index) selects a
-    random crop; a plain index selects the center crop.
+    Classes and images are in the same order as in torchvision's ImageFolder. A key (epoch, index)
+    selects a random crop; a plain index selects the center crop.
 
     Args:
         root: folder with the class folders.
@@ -41,7 +41,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         classes: class names in the order of their labels; default: the sorted folder names.
 
     Raises:
-        UserError: the folder or a class is missing, empty or unknown, or links repeat images.
+        UserError: the folder or a class is missing, empty or unknown, or a link repeats images.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         if epoch is None:
             return self.center_crop(image), label
         with torch.random.fork_rng(devices=[]):
-            # torch.manual_seed would also set the GPU's generator.
+            # torch.manual_seed would also seed the GPU's generator.
             torch.default_generator.manual_seed(hash((self.seed, epoch, index)))
             return self.random_crop(image), label
 
@@ -118,7 +118,7 @@ def readable(path: str | Path) -> str:
 
 
 def _class_folders(root: Path) -> dict[str, str]:
-    """Return the class folders, sorted by name. Names are in NFC; macOS may decompose them."""
+    """Return the class folders, sorted by name. Names are converted to NFC."""
     folders: dict[str, str] = {}
     for entry in _visible(os.fspath(root)):
         if entry.is_symlink() and not Path(entry.path).exists():
@@ -144,7 +144,7 @@ def _visible(folder: str) -> list[os.DirEntry[str]]:
 
 
 def list_images(folder: str, reached: dict[str, str]) -> list[str]:
-    """Return all images below a folder. Links are followed, but may not lead to an image twice.
+    """Return all images below a folder. Links are followed, but must not repeat images.
 
     `reached` maps the real paths of folders and images to the paths that led there.
     """
@@ -161,7 +161,7 @@ def list_images(folder: str, reached: dict[str, str]) -> list[str]:
 
 
 def _reach(real: str, path: str, reached: dict[str, str]) -> None:
-    """Record that `path` led to a real path, to which no other path may lead."""
+    """Record that `path` leads to `real`. Raise UserError if another path leads there."""
     if first := reached.get(real):
         raise UserError(f"{readable(path)} duplicates images of {readable(first)}; remove the link")
     reached[real] = path

@@ -1,4 +1,4 @@
-"""DataLoaders for a folder of images, the digits or random pixels. Batches are bytes on the CPU."""
+"""DataLoaders for an image folder, 8x8 digits or random pixels. Batches are bytes on the CPU."""
 
 import functools
 import hashlib
@@ -63,15 +63,15 @@ def image_loaders(
         batch_size: samples per replica and step.
         image_size: height and width of the images, in pixels.
         seed: seed of the sample order and the crops.
-        workers: this rank's loader processes; -1 means its number of cores minus one, at most 16.
+        workers: this rank's loader processes; -1 means one less than its cores, but at most 16.
         rank: index of this data-parallel replica; default: the global rank.
         replicas: number of data-parallel replicas; default: the world size.
         dummy: use random pixels, to measure the speed of training without files.
-        pin_memory: use page-locked memory, from which a GPU copies while the host continues.
+        pin_memory: use page-locked memory, so that copies to a GPU do not block the host.
         timeout: maximum wait for a loader worker, in seconds.
 
     Raises:
-        UserError: the files differ between nodes, or have one class; see also `ImageFolder`.
+        UserError: nodes have different files, or there is only one class; see also `ImageFolder`.
     """
     if workers < 0:
         workers = max(0, min(16, cores() // int(os.environ["LOCAL_WORLD_SIZE"]) - 1)) if data else 0
@@ -117,7 +117,7 @@ def normalize(
 
 @functools.cache  # creating a GPU tensor in every step would block the host
 def _statistics(device: torch.device) -> list[Tensor]:
-    """Return the channels' means and standard deviations [3, 1, 1], scaled to bytes."""
+    """Return the channels' means and standard deviations [3, 1, 1], scaled to [0, 255]."""
     return [255 * torch.tensor(value, device=device).view(3, 1, 1) for value in (MEAN, STD)]
 
 

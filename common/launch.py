@@ -49,7 +49,7 @@ class RunArgs:
     epochs: int = 10
     """Passes over the training set."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 128
-    """GLOBAL batch size in samples, divided by the number of ranks."""
+    """GLOBAL batch size in samples, split evenly over the ranks."""
     nproc: Annotated[int, arg(metavar="N")] = 1
     """Processes to start on this machine; omit this flag under torchrun or srun."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -111,7 +111,7 @@ def launched() -> bool:
 def place(args: RunArgs, local_rank: int) -> Place:
     """Return this process's ranks and world sizes, and export them in torchrun's variables.
 
-    `local_rank` is the index of this process on its machine; torchrun and srun set their own.
+    `local_rank` is this process's index on its machine; torchrun and srun set LOCAL_RANK instead.
     """
     env = os.environ
     if launched():
@@ -194,7 +194,7 @@ def read_args(args_class: type[RunArgs], program: str) -> Any:
             return _checked(tyro.cli(args_class, prog=f"python -m {program}"))
     except SystemExit as stop:
         if rank and stop.code:
-            time.sleep(5)  # torchrun kills all ranks as soon as one exits; rank 0 reports first
+            time.sleep(5)  # torchrun kills all ranks when one exits; let rank 0 report first
         raise
 
 
@@ -230,7 +230,7 @@ def one_line_errors() -> Generator[None]:
 
 
 def _start_fork_server(module: str) -> None:
-    """Import torch, which does not initialize CUDA, in a server that forks all ranks."""
+    """Import torch in a server that forks all ranks; the import does not initialize CUDA."""
     multiprocessing.set_forkserver_preload([module, "torch._dynamo"])
     # Ctrl-C and `timeout` signal the whole process group, but the helper processes must outlive
     # the ranks. The helpers inherit the ignored signal and the signal mask set here.
@@ -264,7 +264,7 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
     try:
         program.main(args)
     except ProcessExitedException as error:
-        if error.signal_name == "SIGABRT":  # NCCL's watchdog, after a time-out
+        if error.signal_name == "SIGABRT":  # NCCL's watchdog, after a timeout
             return LOST
         if error.signal_name and not stopped_at:
             print(

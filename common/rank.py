@@ -44,7 +44,7 @@ LOST_WORDS = (
 
 
 class Stopped(BaseException):
-    """Raised when a signal stops the run; not an `Exception`, because libraries catch those."""
+    """Raised when a signal stops the run; not an `Exception`, which libraries may catch."""
 
     def __init__(self, signum: int, saved: str = "nothing to save") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}: {saved}")
@@ -111,7 +111,7 @@ def cores() -> int:
 
 
 def local_batch_size(batch_size: int, ranks: int) -> int:
-    """Return the number of samples per rank in a global batch, which must be divisible."""
+    """Return the samples per rank; the global batch size must be divisible by `ranks`."""
     if batch_size % ranks:
         near = -(-batch_size // ranks) * ranks
         raise UserError(
@@ -159,7 +159,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
         if _is_first_error():
             print(message, file=sys.stderr, flush=True)
         if rendezvous.hosted is not None:
-            time.sleep(1)  # other ranks read from this store that the error is reported
+            time.sleep(1)  # let other ranks read from this store that the error was reported
         sys.stdout.flush()
         # sys.exit would run a process group's destructors, which may wait for other ranks.
         os._exit(code)

@@ -54,7 +54,7 @@ def _connect(here: Place, seconds: float) -> dist.Store:
 
 def _await_host(address: tuple[str, int], seconds: float) -> None:
     """Wait until the store's host accepts connections; its DNS name may not exist yet."""
-    for _ in _attempts(seconds):  # TCPStore would also wait, but print C++ frames if it fails
+    for _ in _attempts(seconds):  # TCPStore also waits, but prints C++ frames on failure
         with contextlib.suppress(OSError):
             return socket.create_connection(address, timeout=1).close()
     raise TimeoutError(
@@ -64,7 +64,7 @@ def _await_host(address: tuple[str, int], seconds: float) -> None:
 
 
 def _attempts(seconds: float) -> Iterator[None]:
-    """Yield at growing intervals until the time is over."""
+    """Yield at growing intervals for the given number of seconds."""
     deadline, pause = time.monotonic() + seconds, 0.002
     while time.monotonic() < deadline:
         yield
@@ -73,7 +73,7 @@ def _attempts(seconds: float) -> Iterator[None]:
 
 
 def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
-    """Join the current attempt to run the job; return a view of the store for its ranks only.
+    """Join the current attempt to run the job; return a view of the store for its ranks.
 
     torchrun keeps one store across all restarts, so it still contains the addresses of exited
     processes. Each process therefore registers under a random ID, and rank 0 publishes the list of
@@ -100,7 +100,7 @@ def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
 
 def _check_world_sizes(ids: list[bytes]) -> None:
     sizes = sorted({int(participant.rpartition(b"/")[2]) for participant in ids})
-    if len(sizes) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # an elastic job may change it
+    if len(sizes) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # elastic jobs may be resized
         raise UserError(
             f"the ranks were started with different world sizes: {sizes}; "
             f"use the same --world-size and --nproc on all nodes"

@@ -105,14 +105,14 @@ class Run:
             return
         try:
             self.args.out.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.args.out / "lock").open("a")  # "a" keeps another run's lines
+            self._lock = (self.args.out / "lock").open("a")  # "a" does not truncate it
         except OSError as error:
             raise UserError(f"cannot write to --out {self.args.out}: {error.strerror}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is using {self.args.out}; use another --out") from None
-        except OSError as error:  # a network file system without locks
+        except OSError as error:  # on a network file system without locks
             self.warn(f"cannot lock --out ({error.strerror}): do not start another run there")
 
     def _greet(self, what: object, replicas: int | None) -> None:
@@ -236,7 +236,7 @@ class Run:
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
-            # Loader workers draw different random numbers per rank, but the same after resuming.
+            # Loader workers draw different numbers on each rank, but the same ones after resuming.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
@@ -277,7 +277,7 @@ class Run:
             self.save()
 
     def log(self, loss: Tensor) -> None:
-        """Store this rank's mean loss for a step. Reading it now would wait for the device."""
+        """Store this rank's mean loss for a step. Reading its value here would block the host."""
         self._losses.append(loss.detach())
 
     def _average_losses(self) -> float:
@@ -300,7 +300,7 @@ class Run:
 
         Args:
             metrics: values for the whole test set, equal on all ranks. The first two are printed.
-            score: best.safetensors contains the weights from the epoch with the highest score.
+            score: value to maximize; best.safetensors contains the weights with the highest score.
 
         Returns:
             True if this is the best epoch so far.

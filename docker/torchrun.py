@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterable
 
 LOST = 75
-# Exit codes of ranks that failed after another rank: they lost it, or torchrun stopped them.
+# Exit codes of ranks that failed because of another rank: a lost connection, or torchrun's SIGTERM.
 CONSEQUENCES = {LOST: 1, 128 + signal.SIGTERM: 2, -signal.SIGTERM: 2}
 
 
 def main(arguments: list[str]) -> int:
-    """Run torchrun without its tables and tracebacks, so that the last line is a rank's error."""
+    """Run torchrun without error tables and tracebacks, so that a rank's error is the last line."""
     for signum in (signal.SIGTERM, signal.SIGINT):  # by default, a container's PID 1 ignores them
         signal.signal(signum, lambda number, _: sys.exit(128 + number))
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # no C++ frames from this process

@@ -222,7 +222,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         raise UserError(f"the ranks cannot connect: {str(error).splitlines()[0]}") from None
     findings += devices
     if not any(finding.level == "error" for found in gather(devices) for finding in found):
-        findings += check_job(device, args.out)  # a broken device would make it hang
+        findings += check_job(device, args.out)  # a broken device would make this check hang
     everywhere = gather(findings)
     if dist.get_rank() == 0:
         report(everywhere, ranks)

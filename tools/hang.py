@@ -2,8 +2,8 @@
 
     python -m tools.hang runs/NAME    # the run's --out
 
-On SIGUSR1, the ranks on this machine write OUT/hang/rank-R.json. For ranks on other machines that
-share OUT, also run the command there within a minute.
+The program sends SIGUSR1 to the ranks on this machine, which then write OUT/hang/rank-R.json. If
+ranks on other machines share OUT, also run the command there within a minute.
 """
 
 import platform

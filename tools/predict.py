@@ -3,9 +3,9 @@
     python -m tools.predict photo.jpg
     python -m tools.predict FOLDER --weights runs/mnist_ddp_spawn/best.safetensors >predictions.csv
 
-It prints a row `file,prediction,probability` per image. For an image that cannot be decoded, the
-prediction is empty, and a warning is printed. The weights' metadata defines the model and its
-classes.
+The program prints a row `file,prediction,probability` per image. For an image that cannot be
+decoded, the prediction is empty, and a warning is printed. The weights' metadata defines the model
+and its classes.
 """
 
 import csv
