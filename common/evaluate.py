@@ -62,7 +62,7 @@ def evaluate(
     broadcast_buffers(model, group)
     device = next(model.parameters()).device
     columns: list[tuple[Tensor, ...]] = []
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     for batch in batches:
         *inputs, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
@@ -72,7 +72,8 @@ def evaluate(
         scores = logits.softmax(dim=1)[:, : classes if classes <= MAX_SCORED_CLASSES else 0]
         losses = F.cross_entropy(logits, labels, reduction="none")
         columns.append((labels, losses, logits.topk(min(5, classes)).indices, scores))
-    model.train(training)
+    for module, training in modes:  # a frozen BatchNorm remains in evaluation mode
+        module.training = training
     own = (torch.cat(column).cpu() for column in zip(*columns, strict=True))
     targets, losses, top, scores = (in_dataset_order(rows, total, group) for rows in own)
     if not losses.isfinite().all():

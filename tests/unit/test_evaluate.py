@@ -49,14 +49,16 @@ def classify(classes: int, wrap: bool, scale: float) -> tuple[Evaluation, bool, 
         model[3].weight *= scale
     parallel = DistributedDataParallel(model) if wrap else model
     parallel.train()
+    model[1].eval()  # a frozen BatchNorm
+    before = [module.training for module in model]
     data = TensorDataset(inputs, labels)
     loader = DataLoader(data, 7, sampler=DistributedSampler(data, shuffle=False))
     autocast = torch.autocast("cpu", enabled=False)
     evaluation = evaluate(parallel, loader, TOTAL, autocast)
-    training = parallel.training
+    kept = model.training and before == [module.training for module in model]
     model.eval()
     evaluate(model, loader, TOTAL, autocast)
-    return evaluation, training, model.state_dict() | {"training": model.training}
+    return evaluation, kept, model.state_dict() | {"training": model.training}
 
 
 @pytest.mark.parametrize(
@@ -70,9 +72,9 @@ def test_metrics_are_exact(world_size: int, classes: int, wrap: bool, tmp_path: 
     assert not state.pop("training"), "a model in evaluation mode stays in it"
     model.load_state_dict(state)  # rank 0's statistics
     scores = model.eval()(inputs).detach().double().softmax(dim=1)
-    for evaluation, training, _ in results:
+    for evaluation, kept, _ in results:
         metrics, targets, predictions, given = evaluation
-        assert training, "a model in training mode returns to it"
+        assert kept, "each module returns to its mode"
         assert targets.tolist() == labels.tolist()
         assert predictions.tolist() == scores.argmax(dim=1).tolist()
         assert given.shape == (TOTAL, classes if classes <= 100 else 0)
