@@ -32,9 +32,7 @@ def name(path: Path, line: int = 0) -> str:
 
 def cap(path: Path) -> int:
     if "examples" not in path.parts:
-        return {"run.py": 390, "launch.py": 305, "rank.py": 260, "checkpoint.py": 260}.get(
-            path.name, 250
-        )
+        return {"run.py": 385, "launch.py": 280, "checkpoint.py": 260}.get(path.name, 250)
     if path.parent.name == "further":
         return 150
     longer = 150 if path.parent.name == "imagenet_ddp" else 120
@@ -48,8 +46,8 @@ def test_files_are_short() -> None:
 @pytest.mark.parametrize(
     ("folder", "budget"),
     [
-        *(("common", 2560), ("tools", 650), ("benchmarks", 2200), ("tests", 8900)),
-        ("examples", 560 * len(PROGRAMS)),
+        *(("common", 2400), ("tools", 600), ("benchmarks", 2200), ("tests", 8500)),
+        ("examples", 545 * len(PROGRAMS)),
     ],
 )
 def test_folders_keep_their_budget(folder: str, budget: int) -> None:
@@ -174,8 +172,8 @@ def test_few_functions_of_common_run(tmp_path: Path) -> None:
     functions, files = ranks.call(_enter, tmp_path / "out", folder=tmp_path / "log")
     assert len(functions) <= 120, sorted(functions)
     lines = sum(len(Path(file).read_text().splitlines()) for file in files)
-    assert len(files) <= 14, sorted(files)
-    assert lines <= 2400
+    assert len(files) <= 13, sorted(files)
+    assert lines <= 2200
 
 
 def _enter(out: Path) -> tuple[set[str], set[str]]:
