@@ -20,9 +20,9 @@ class TextArgs:
     csv: Path = REVIEWS
     """csv file with the columns label (0 or 1) and review."""
     model: str = "small"
-    """Folder of a pretrained BERT, such as bert-base-chinese, or small for two untrained layers."""
+    """Folder of a pretrained BERT, such as bert-base-chinese; small: 2 untrained layers."""
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
-    """Longest input in tokens; longer reviews are truncated."""
+    """Maximum input length in tokens; longer reviews are truncated."""
     lr: float = 0.0
     """Peak learning rate; 0 means 2e-5 for a pretrained BERT and 5e-4 for the small one."""
 
@@ -39,7 +39,7 @@ class Args(TextArgs, RunArgs):
     epochs: int = 8
     """Passes over the training reviews; a pretrained BERT needs 3."""
     batch_size: Annotated[int, arg(aliases=["-b"])] = 32
-    """GLOBAL batch size in reviews, divided among the ranks, then split over their devices."""
+    """GLOBAL batch size in reviews, divided among the ranks and then among their devices."""
     log_every: Annotated[int, arg(metavar="STEPS", aliases=["-p", "--print-freq"])] = 100
     out: Path = Path("runs/bert_dp")
     """Folder for checkpoints, metrics, the result, and the best model for predict.py."""

@@ -75,7 +75,7 @@ def read_cells(path: Path) -> pandas.DataFrame:
         text = content.decode("utf-8-sig")
         if "\0" in text:
             line = text.count("\n", 0, text.index("\0")) + 1
-            raise UserError(f"{path} has a NUL byte in line {line}; delete it with tr -d '\\000'")
+            raise UserError(f"{path} has a NUL byte on line {line}; delete it with tr -d '\\000'")
         columns = len(pandas.read_csv(io.StringIO(text), nrows=0).columns)
         return pandas.read_csv(
             io.StringIO(text),

@@ -15,7 +15,7 @@ from common.launch import UserError
 from .data import ID2LABEL, refuse_lfs_pointer
 
 LABELS: Any = {"id2label": ID2LABEL, "label2id": {name: label for label, name in ID2LABEL.items()}}
-# Longer words become [UNK]. The default is 100 characters, but a Thai sentence is one word.
+# Longer words become [UNK]. The default is 100 characters, but a whole Thai sentence is one word.
 LONGEST_WORD = 1_000_000
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -37,7 +37,7 @@ def pretrained(
     """Load a BERT from a local folder, without network access and without executing code.
 
     The model must accept `max_length` tokens. If `new_head` is True, a classifier that is missing
-    or has other classes is initialized.
+    or has other classes is initialized with random weights.
     """
     logging.set_verbosity_error()  # no warnings about missing weights; they are checked below
     files = {path.name: path for path in folder.glob("*") if path.is_file()}
@@ -64,7 +64,7 @@ def pretrained(
     except (OSError, EOFError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
         for path in files.values():  # the weights may be git-lfs pointers
             refuse_lfs_pointer(path)
-        raise UserError(f"{needs}; one is missing or damaged ({type(error).__name__})") from None
+        raise UserError(f"{needs}; a file is missing or damaged ({type(error).__name__})") from None
     loaded, info = found
     missing = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
     head = ("classifier.", "bert.pooler.") if new_head else ()
@@ -90,9 +90,9 @@ def small(
 ) -> tuple[BertForSequenceClassification, BertTokenizer]:
     """Build a BERT with two layers and a vocabulary that contains the texts' characters.
 
-    WordPiece splits a word into its first character c and continuations ##c; a word with an
-    unknown character becomes [UNK]. The tokenizer's rules define the words: a Chinese character is
-    a word, while Korean syllables, Japanese kana and emoji form longer words.
+    WordPiece splits a word into its first character and one `##` token for each further character.
+    A word with an unknown character becomes [UNK]. The tokenizer's rules define the words: each
+    Chinese character is a word, while Korean syllables, Japanese kana and emoji form longer words.
     """
     rules = BertTokenizer(strip_accents=False).backend_tokenizer  # otherwise, 한 and が are split
     characters, inside = set[str](), set[str]()
@@ -111,7 +111,7 @@ def small(
         num_attention_heads=2,
         intermediate_size=512,
         max_position_embeddings=max_length,
-        hidden_dropout_prob=0.0,  # drawing dropout masks would take a fifth of the time
+        hidden_dropout_prob=0.0,  # drawing dropout masks would take a fifth of each step
         attention_probs_dropout_prob=0.0,
         **LABELS,
     )

@@ -61,7 +61,7 @@ def main(args: Args) -> None:
 def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any]) -> None:
     """Write the cells of a csv file, and the columns prediction and probability, to a new file."""
     if out.exists():
-        raise UserError(f"{out} exists; choose another file with --out")
+        raise UserError(f"{out} already exists; choose another file with --out")
     cells = read_cells(path)
     header = cells.iloc[0].tolist()
     if column not in header:
@@ -72,7 +72,7 @@ def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any
     answers = pandas.DataFrame(found, texts.index, ["label", "score"])
     cells = cells.join(answers.round(4).astype(str)).fillna("")
     for number, name in enumerate(("prediction", "probability"), len(header)):
-        while name in header:  # keep a column of the same name
+        while name in header:  # keep an existing column of the same name
             name += "_new"
         cells.iloc[0, number] = name
     # With this line terminator, pandas quotes cells that contain a carriage return.

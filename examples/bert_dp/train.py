@@ -7,7 +7,7 @@
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.bert_dp
 
 In each step, DataParallel copies the model to all devices of a process and splits the batch. It
-runs the chunks in threads, and gathers the outputs on the first device. A CPU is one device.
+runs the chunks in threads, and gathers the outputs on the first device. A CPU counts as one device.
 """
 
 import os
@@ -48,7 +48,7 @@ class Classifier(nn.Module):
         # This mask broadcasts over [B, heads, queries, keys]. With a mask [B, L], transformers
         # would check for padding on the device, and the host would wait for the result.
         mask = (ids != self.pad)[:, None, None, :]
-        with self.autocast:  # entered here, because threads do not inherit the caller's dtype
+        with self.autocast:  # entered here, because threads do not inherit the autocast dtype
             return self.bert(input_ids=ids, attention_mask=mask).logits.float()
 
 

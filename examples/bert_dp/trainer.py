@@ -29,7 +29,7 @@ class Args(TextArgs):
     epochs: int = 16
     """Passes over the training reviews; a pretrained BERT needs 3."""
     seed: int = 0
-    """Seed of the split, the parameters and the sample order."""
+    """Seed for the split, the parameters and the sample order."""
     out: Path = Path("runs/bert_dp_trainer")
     """Folder for checkpoints and the best model."""
     resume: bool = False
@@ -70,7 +70,7 @@ def train(args: Args) -> None:
         load_best_model_at_end=True,
         use_cpu=not cuda,  # otherwise, CPU processes would not join a process group
         dataloader_pin_memory=cuda,
-        ddp_find_unused_parameters=False,  # all parameters are used, and the search takes time
+        ddp_find_unused_parameters=False,  # all are used; a search for unused ones takes time
         average_tokens_across_devices=False,  # otherwise, the loss is scaled by the world size
         report_to="none",
         seed=args.seed,

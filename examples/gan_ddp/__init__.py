@@ -1,1 +1,1 @@
-"""Train a GAN with DDP: one forward and one backward per network and iteration."""
+"""Train a GAN with DDP: one forward and one backward pass per network and step."""

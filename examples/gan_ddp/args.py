@@ -17,6 +17,6 @@ class Args(RunArgs):
     """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     epochs: int = 60
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
-    """GLOBAL number of real and of generated images per step, divided by the number of ranks."""
+    """GLOBAL batch size: real images per step over all ranks; as many images are generated."""
     out: Path = Path("runs/gan_ddp")
     """Folder for checkpoints, samples, metrics and the result."""

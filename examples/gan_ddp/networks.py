@@ -29,7 +29,7 @@ def make_generator(size: int) -> nn.Module:
 
 
 def make_discriminator(size: int, norm: nn.Module | None = None) -> nn.Module:
-    """Return a network from images [N, 1, size, size] to logits [N], positive for real images."""
+    """Return a network that maps images [N, 1, size, size] to logits [N], positive if real."""
     side = size // 4
     return nn.Sequential(
         nn.Conv2d(1, 32, 4, stride=2, padding=1),  # [N, 32, size/2, size/2]

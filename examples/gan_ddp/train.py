@@ -1,11 +1,11 @@
-"""gan_ddp: train a GAN with DDP, with one forward and one backward per network and step.
+"""gan_ddp: train a GAN with DDP; each network runs one forward and one backward pass per step.
 
     python -m examples.gan_ddp                                 # one process
     python -m examples.gan_ddp --nproc 2                       # two processes
     torchrun --nproc-per-node 2 -m examples.gan_ddp            # started by torchrun
     python -m examples.gan_ddp.further.break_the_rule          # common mistakes
 
-DDP prepares to average gradients in a forward, and averages them in the next backward.
+Each forward pass sets up DDP's gradient averaging for the next backward pass.
 Therefore, the discriminator gets real and generated images in one batch, and the generator's loss
 is computed with the unwrapped discriminator.
 """
@@ -69,7 +69,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     run = Run(
         args, device, str(data), model=networks, optimizer_g=optimizer_g, optimizer_d=optimizer_d
     )
-    warm_up_buckets(generator)  # makes a resumed run on 3 or more ranks bit-identical
+    warm_up_buckets(generator)  # makes a resumed run match an uninterrupted one bit for bit
     warm_up_buckets(discriminator)
 
     for epoch in run.epochs(args.epochs):
@@ -83,13 +83,13 @@ def main_worker(local_rank: int, args: Args) -> None:
             real = real.to(device, non_blocking=True)
 
             with run.autocast:
-                fake = generator(noise).float()  # the generator's only forward
-                # The discriminator's only forward; detach keeps gradients out of the generator.
+                fake = generator(noise).float()  # the generator's only forward pass
+                # The discriminator's only forward pass; detach keeps gradients from the generator.
                 logits = discriminator(torch.cat([real, fake.detach()])).float()  # [2 B / W]
             on_real, on_fake = logits.split(local_batch)
             loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
             optimizer_d.zero_grad()
-            loss.backward()  # the discriminator's only backward: DDP averages its gradients
+            loss.backward()  # the discriminator's only backward pass: DDP averages its gradients
             optimizer_d.step()
 
             # Unwrap and freeze the discriminator: DDP would send its gradients, which are unused.
@@ -98,7 +98,7 @@ def main_worker(local_rank: int, args: Args) -> None:
                 fooled = F.softplus(-critic(fake).float()).mean()
             critic.requires_grad_(True)
             optimizer_g.zero_grad()
-            fooled.backward()  # the generator's only backward
+            fooled.backward()  # the generator's only backward pass
             optimizer_g.step()
             run.log(loss)
         samples = generate(generator.module, 1000, args.seed)

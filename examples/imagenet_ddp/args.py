@@ -16,7 +16,7 @@ class Args(NodeArgs):
     data: Annotated[Positional[Path | None], arg(metavar="DIR")] = None
     """Folder with train/CLASS/* and val/CLASS/*; default: enlarged digits."""
     dummy: bool = False
-    """Train on random pixels, to measure the speed without files."""
+    """Train on random images, to measure the speed without a dataset."""
     arch: Annotated[str, arg(aliases=["-a"])] = "resnet18"
     """Name of a model in torchvision.models."""
     pretrained: bool = False
@@ -34,15 +34,15 @@ class Args(NodeArgs):
     image_size: Annotated[int, arg(metavar="PIXELS")] = -1
     """Height and width of the crops; -1 means 224, or 32 with the digits."""
     workers: Annotated[int, arg(aliases=["-j"])] = -1
-    """Data-loading processes per rank; -1 means its number of cores minus one, at most 16."""
+    """Data-loading processes per rank; -1 means the rank's cores minus one, at most 16."""
     lr: Annotated[float, arg(aliases=["--learning-rate"])] = -1.0
-    """Peak learning rate; -1 means 0.1, the usual value for batch 256, or 0.02 with the digits."""
+    """Peak learning rate; -1 means 0.1, usual for batch size 256, or 0.02 with the digits."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4
     """Weight decay (L2 penalty) of SGD."""
     ema: Annotated[float, arg(metavar="DECAY")] = 0.0
-    """Decay of a moving average of the weights, which is evaluated instead; 0 disables it."""
+    """Decay of a moving average of the weights, evaluated instead of them; 0 disables it."""
     sync_bn: bool = False
     """Synchronize BatchNorm's batch statistics over all ranks; CUDA only."""
     compile: bool = False

@@ -46,7 +46,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
         _load_pretrained(model, args)
     if args.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model.to(device).to(memory_format=torch.channels_last)  # faster in bf16
+    return model.to(device).to(memory_format=torch.channels_last)  # speeds up bf16
 
 
 def _load_pretrained(model: nn.Module, args: Args) -> None:
@@ -118,7 +118,7 @@ class ExponentialAverage(AveragedModel):
     """Exponential moving average of weights that does not make the host wait for the GPU.
 
     In each update, AveragedModel copies the number of updates to the device and waits for the copy.
-    The average starts with the weights after step 1; each later step keeps the fraction `decay`.
+    The average starts with step 1's weights; each later step keeps the fraction `decay` of it.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -66,7 +66,7 @@ def main_worker(local_rank: int, args: Args) -> None:
 
     model = DDP(
         # DDP splits a compiled model into one graph per bucket, so that a bucket's gradients
-        # are sent while backward continues.
+        # are sent while the backward pass continues.
         torch.compile(network, dynamic=False) if args.compile else network,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # avoids a copy of the gradients
@@ -89,7 +89,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     run = Run(args, device, what, about=about, **state, scaler=scaler, ema=ema)  # resumes here
     run.epoch = max(run.epoch, args.start_epoch)
-    warm_up_buckets(model)  # makes a resumed run on 3 or more ranks bit-identical
+    warm_up_buckets(model)  # makes a resumed run match an uninterrupted one bit for bit
 
     for epoch in run.epochs(args.epochs):
         loader.sampler.set_epoch(epoch)  # without this, every epoch has the same order
@@ -102,7 +102,7 @@ def main_worker(local_rank: int, args: Args) -> None:
                 images.chunk(args.accumulate), labels.chunk(args.accumulate), strict=True
             )
             for number, (inputs, targets) in enumerate(micro_batches, 1):
-                # Gradients add up. DDP averages them over the ranks in the last backward only.
+                # Gradients add up. DDP averages them over the ranks in the last backward pass.
                 with nullcontext() if number == args.accumulate else model.no_sync():
                     with run.autocast:
                         logits = model(inputs).float()  # [B / W / accumulate, C]

@@ -7,8 +7,8 @@
 | `recursive_doubling` | log2(W) S | log2(W), 2 more unless W is a power of 2 | small tensors |
 | `ring_all_reduce` in train.py | 2 (W - 1) / W S | 2 (W - 1) | large tensors |
 
-Each algorithm gives all ranks bit-identical results. The algorithms add in different orders, so
-their results are equal only up to rounding.
+Each algorithm gives all ranks the same bits. The algorithms add in different orders, so the
+results of two algorithms are equal only up to rounding.
 """
 
 import statistics
@@ -47,13 +47,13 @@ def recursive_doubling(tensor: Tensor) -> None:
         send = dist.P2POp(dist.isend, tensor, rank ^ distance)
         for work in dist.batch_isend_irecv([receive, send]):
             work.wait()
-        tensor += buffer  # a + b on one rank, b + a on the other: bit-identical
+        tensor += buffer  # a + b on one rank, b + a on the other: the same bits
     if rank + power < world_size:
         dist.send(tensor, dst=rank + power)
 
 
 def average_each_gradient(model: nn.Module) -> None:
-    """Replace each gradient with its mean over the ranks. Every rank calls this after backward.
+    """Replace each gradient with its mean over the ranks. Every rank calls this.
 
     Most tutorials contain this loop. Its many short messages are slower than the single long
     message that `average_gradients` in train.py sends.

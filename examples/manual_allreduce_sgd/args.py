@@ -12,7 +12,7 @@ class Args(RunArgs):
     """Train a small network on digits; the ranks average gradients with explicit messages."""
 
     all_reduce: Literal["ring", "torch"] = "ring"
-    """Algorithm of the sum: `ring_all_reduce` in train.py, or torch's `dist.all_reduce`."""
+    """All-reduce implementation: `ring_all_reduce` in train.py, or torch's `dist.all_reduce`."""
     dataset: str = "digits"
     """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     lr: float = 0.01

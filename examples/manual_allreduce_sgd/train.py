@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m examples.manual_allreduce_sgd --all-reduce torch
 
 Each rank computes the gradient of its local batch. The mean of these gradients is the
-gradient of the whole batch, so any number of ranks trains the same model, up to rounding.
+gradient of the whole batch, so the number of ranks affects the result only through rounding.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ def ring_all_reduce(tensor: Tensor) -> None:
 
     In each of 2 (W - 1) steps, a rank sends one of W chunks to its right neighbor and receives one
     from its left neighbor. In the first half (reduce-scatter), the received chunk is added to the
-    local chunk, until rank r has the sum of chunk r + 1. In the second half (all-gather), sums
-    replace the chunks. A rank sends 2 (W - 1) / W times the tensor's size, the minimum
+    local chunk, until rank r has the sum of chunk r + 1. In the second half (all-gather), received
+    sums replace local chunks. A rank sends 2 (W - 1) / W times the tensor's size, the minimum
     (https://doi.org/10.1016/j.jpdc.2008.09.002).
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -50,9 +50,9 @@ def ring_all_reduce(tensor: Tensor) -> None:
 
 
 def average_gradients(model: nn.Module, all_reduce: Callable[[Tensor], object]) -> None:
-    """Replace each gradient with its mean over the ranks. Every rank calls this after backward."""
+    """Replace each gradient with its mean over the ranks. Every rank calls this."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = total = parameters_to_vector(gradients)  # one long message is faster than many
+    flat = total = parameters_to_vector(gradients)  # one message is faster than many short ones
     if flat.is_cuda and dist.get_backend() == "gloo":  # gloo cannot send CUDA tensors
         total = torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat)
     all_reduce(total)

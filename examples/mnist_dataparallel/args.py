@@ -22,5 +22,5 @@ class Args(RunArgs):
     """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     epochs: int = 20
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
-    """GLOBAL batch size in samples, divided among the processes, then split over their devices."""
+    """GLOBAL batch size in samples, divided among the processes and then their devices."""
     out: Path = Path("runs/mnist_dataparallel")

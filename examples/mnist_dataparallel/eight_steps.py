@@ -10,8 +10,8 @@
     8 update     optimizer.step() changes the model on the first device
 
 Steps 1 to 5 are `EightSteps.forward`. Steps 6 and 7 are `EightSteps._backward`, which
-`loss.backward()` calls. In torch, autograd derives steps 6 and 7 from steps 2, 3 and 5. It has one
-thread per CUDA device but only one for all CPU replicas, so on CPUs `EightSteps` uses its own.
+`loss.backward()` calls. In `nn.DataParallel`, autograd derives steps 6 and 7. It has one thread
+per CUDA device but only one for all CPU replicas, so on CPUs `EightSteps` starts its own threads.
 """
 
 import copy
@@ -31,7 +31,7 @@ class EightSteps(nn.Module):
     """Splits each batch over the devices. A device, such as the CPU, may occur several times.
 
     The module returns one tensor; its parameters and buffers are on the first device. With fewer
-    than two devices, it is called directly. `log` prints each step of the third iteration.
+    than two devices, the module is called directly. `log` prints each step of the third iteration.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class EightSteps(nn.Module):
 
 
 def scatter(batch: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-    """Split a batch [N, ...] into chunks of ceil(N / devices), one per device.
+    """Split a batch [N, ...] into chunks of ceil(N / devices) samples, one per device.
 
     Chunks can be unequal, and there can be fewer chunks than devices: 5 samples on 4 devices are
     split into 2, 2 and 1. An empty batch is one empty chunk.
@@ -146,6 +146,6 @@ def reduce_gradients(replicas: Sequence[nn.Module]) -> None:
 
 
 def flat_state(module: nn.Module) -> Tensor:
-    """Return a tensor as long as all parameters and buffers together, without a copy."""
+    """Return a tensor with as many elements as all parameters and buffers, without copying."""
     state = [*module.parameters(), *module.buffers()]
     return state[0].detach().flatten()[:1].expand(sum(tensor.numel() for tensor in state))

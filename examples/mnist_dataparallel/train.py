@@ -33,7 +33,7 @@ LR = 0.2  # peak learning rate of the one-cycle schedule
 
 
 class InAutocast(nn.Module):
-    """The model with autocast in its forward, because the replicas' threads do not inherit it."""
+    """The model, with autocast in `forward`, because the replicas' threads do not inherit it."""
 
     def __init__(self, model: nn.Module, autocast: torch.autocast) -> None:
         super().__init__()

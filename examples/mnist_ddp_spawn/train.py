@@ -4,8 +4,8 @@
     python -m examples.mnist_ddp_spawn --nproc 2              # two processes
     torchrun --nproc-per-node 2 -m examples.mnist_ddp_spawn   # started by torchrun
 
-Any number of processes trains the same model, up to rounding; docs/en/launchers.md covers several
-nodes. `Run` resumes, saves and logs; it never calls the model, the loss or the optimizer.
+The number of processes affects the result only through rounding. docs/en/launchers.md covers
+several nodes. `Run` resumes, saves and logs; it never calls the model, the loss or the optimizer.
 """
 
 from datetime import timedelta
@@ -34,8 +34,8 @@ from .args import Args
 def main(args: Args) -> None:
     """Start the processes on this machine if --nproc is above 1."""
     # Otherwise, and under torchrun and srun, `start` (common/launch.py) calls main_worker directly.
-    # mp.spawn would import torch again in each process; these are forked from a server that has
-    # imported it. The process index becomes the first argument.
+    # mp.spawn would import torch again in each process; the fork server imports it only once.
+    # The process index becomes the first argument.
     mp.start_processes(main_worker, (args,), args.nproc, start_method="forkserver")
 
 
@@ -46,7 +46,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     device, backend = choose_device(args, here)  # cuda and NCCL, or cpu and gloo
     dist.init_process_group(
         backend,
-        store=wait_for_ranks(here, args.timeout),  # ranks exchange addresses in this store
+        store=wait_for_ranks(here, args.timeout),  # ranks exchange addresses through this store
         rank=here.rank,
         world_size=here.world_size,
         timeout=timedelta(seconds=args.timeout),
@@ -83,7 +83,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     )
     if not cuda and args.device == "auto":
         run.warn("no CUDA device found; large models train slowly on a CPU")  # yellow, on rank 0
-    warm_up_buckets(model)  # makes a resumed run on 3 or more ranks bit-identical
+    warm_up_buckets(model)  # makes a resumed run match an uninterrupted one bit for bit
 
     for epoch in run.epochs(args.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order

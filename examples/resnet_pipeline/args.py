@@ -21,13 +21,13 @@ class Args(RunArgs):
     """group normalizes each sample; batch normalizes each micro-batch, which torchvision's weights
     require."""
     stages: Annotated[int, arg(metavar="P")] = 0
-    """Stages of a pipeline, which is replicated if there are more ranks; 0 means one per rank."""
+    """Stages per replica: N ranks form N / P replicas. 0 means one replica, a stage per rank."""
     cuts: Annotated[tuple[str, ...], arg(metavar="BLOCK ...")] = ()
-    """First block of each later stage, for example layer2.0; default: equal numbers of blocks."""
+    """First block of each stage but the first, such as layer2.0; default: equal block counts."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of the forwards and backwards on a stage."""
+    """Order of the forward and backward passes on a stage."""
     micro_batches: Annotated[int, arg(aliases=["-m"], metavar="M")] = 4
-    """Number of micro-batches into which the batch of a replica is split."""
+    """Number of micro-batches into which a replica's batch is split."""
     data: Annotated[Path | None, arg(metavar="DIR")] = None
     """Folder with train/CLASS/* and val/CLASS/*; default: enlarged digits."""
     image_size: int = 32

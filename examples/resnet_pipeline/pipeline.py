@@ -1,28 +1,28 @@
 """Pipeline parallelism: one process per stage, each working on a different micro-batch.
 
 A model is cut into P stages and a batch into M micro-batches. A stage executes a list of actions:
-F2 is the forward of micro-batch 2, whose activations go to the next stage; B2 is its backward,
-whose gradient goes to the previous stage. Each rank computes its list from (stage, P, M), without
-messages. A column is a unit of time, and a dot is idle time. P = 3, M = 4:
+F2 is the forward pass of micro-batch 2, which sends activations to the next stage; B2 is its
+backward pass, which sends a gradient to the previous stage. Each rank computes its list from
+(stage, P, M), without messages. A column is a unit of time, and a dot is idle time. P = 3, M = 4:
 
-    GPipe (https://arxiv.org/abs/1811.06965): all forwards, then all backwards
+    GPipe (https://arxiv.org/abs/1811.06965): all forward passes, then all backward passes
 
         stage 0   F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
         stage 1   .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
         stage 2   .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
 
-    1F1B (https://arxiv.org/abs/1806.03377): each backward as soon as its gradient can arrive
+    1F1B (https://arxiv.org/abs/1806.03377): each backward pass as soon as its gradient can arrive
 
         stage 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         stage 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
         stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-Time: in both, a stage works for 2 M columns and waits for 2 (P - 1) columns. The idle fraction, or
-bubble, is (P - 1) / (M + P - 1).
+Time: in both schedules, a stage works for 2 M columns and waits for 2 (P - 1) columns. The idle
+fraction, or bubble, is (P - 1) / (M + P - 1).
 
-Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps those
-of all M micro-batches. In 1F1B, stage s keeps at most P - s, because it runs only P - s forwards
-before B0. M can therefore grow without using more memory.
+Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps the
+activations of all M micro-batches. In 1F1B, stage s keeps those of at most P - s, because it runs
+only P - s forward passes before B0. M can therefore grow without using more memory.
 """
 
 from collections.abc import Callable
@@ -37,19 +37,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class Action(NamedTuple):
-    """The forward (F) or backward (B) of a micro-batch."""
+    """The forward (F) or backward (B) pass of a micro-batch."""
 
     kind: str
     micro: int
 
 
 def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: all forwards, then all backwards."""
+    """Return the actions of a stage: all forward passes, then all backward passes."""
     return [Action(kind, micro) for kind in "FB" for micro in range(micro_batches)]
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: one forward per later stage, then alternating F and B."""
+    """Return the actions of a stage: one F per later stage, then alternating F and B."""
     ahead = min(stages - 1 - stage, micro_batches)
     actions = [Action("F", micro) for micro in range(ahead)]
     for micro in range(ahead, micro_batches):
@@ -109,7 +109,7 @@ class Pipeline(nn.Module):
         self.sending: dict[Action, tuple[dist.Work, Tensor]] = {}
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Run forward and backward for a batch, and add the gradients of its mean loss to `.grad`.
+        """Run all forward and backward passes; add the gradients of the mean loss to `.grad`.
 
         Every rank in the pipeline calls this. The first stage reads the images [B, 3, H, W]. The
         last stage reads the labels [B] and returns the mean loss. Other stages use only the number
@@ -133,7 +133,7 @@ class Pipeline(nn.Module):
             if not self.last:
                 self.send(action, y.detach())
         else:
-            x, y = self.kept.pop(micro)  # this backward frees the activations
+            x, y = self.kept.pop(micro)  # this backward pass frees the activations
             self.compute_backward(micro, x, y, None if self.last else self.receive_gradient(y))
             if not self.first:
                 assert x.grad is not None
@@ -154,7 +154,7 @@ class Pipeline(nn.Module):
 
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
         """Add a micro-batch's gradients to the parameters' gradients and to `x.grad`."""
-        with torch.autocast(self.device.type, enabled=False):  # backward uses the forward's types
+        with torch.autocast(self.device.type, enabled=False):  # keeps the forward dtypes
             y.backward(gradient)
 
     @torch.no_grad()
@@ -204,7 +204,7 @@ class Pipeline(nn.Module):
         shape, dtype = self.announcement
         message = torch.empty(samples, *shape, dtype=dtype, device=self.message_device)
         dist.recv(message, group=group, group_src=stage)
-        # A leaf of the autograd graph: backward ends here and stores the gradient in `.grad`.
+        # A leaf of the autograd graph, so that its gradient is stored in `.grad`.
         return from_message(message.to(self.device)).requires_grad_(torch.is_grad_enabled())
 
     def receive_gradient(self, y: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from torchvision.models import get_model
 
 from common.launch import UserError
 
-# GroupNorm normalizes each sample separately. BatchNorm normalizes a micro-batch, so the model then
-# depends on the numbers of micro-batches and replicas, but not on the number of stages.
+# GroupNorm normalizes each sample separately. BatchNorm normalizes a micro-batch, so results then
+# depend on the numbers of micro-batches and replicas, but not on the number of stages.
 NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 
 
 def build(arch: str, classes: int, norm: str) -> nn.Module:
     """Return the un-split model, a ResNet from torchvision."""
-    # Residual blocks that start as identities train faster (https://arxiv.org/abs/1706.02677).
+    # Residual blocks that start as identities are easier to train (arXiv:1706.02677).
     return get_model(arch, num_classes=classes, norm_layer=NORMS[norm], zero_init_residual=True)
 
 
@@ -55,7 +55,7 @@ class Stage(nn.Module):
             if layer and not hasattr(self, layer):
                 self.add_module(layer, nn.Module())
             self.get_submodule(layer).add_module(leaf, model.get_submodule(name))
-        self.to(memory_format=torch.channels_last)  # bf16 convolutions are twice as fast
+        self.to(memory_format=torch.channels_last)  # makes bf16 convolutions twice as fast
 
     def forward(self, x: Tensor) -> Tensor:
         """Return activations [B, C', H', W'] or logits [B, classes] for an input [B, C, H, W]."""

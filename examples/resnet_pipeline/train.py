@@ -5,8 +5,8 @@
     python -m examples.resnet_pipeline --nproc 4 --stages 2     # two replicas of two stages
 
 Read two_devices.py first. pipeline.py contains the schedules and messages, and stages.py the cuts.
-Any number of stages trains the same model as the un-split ResNet that accumulates gradients over
-micro-batches. With --norm group, the numbers of micro-batches and replicas do not matter either.
+The result equals that of the un-split ResNet with gradient accumulation over micro-batches. With
+--norm group, it does not depend on the numbers of micro-batches and replicas either.
 """
 
 import torch

@@ -66,7 +66,7 @@ class PipelineParallelResNet50(ModelParallelResNet50):
             logits.append(self.seq2(activations))  # queued on the second device ...
             activations = self.seq1(split).to(self.devices[1])  # ... while the first computes this
         logits.append(self.seq2(activations))
-        return torch.cat(logits)  # for one loss and one backward
+        return torch.cat(logits)  # for one loss and one backward pass
 
 
 def seconds(step: Callable[[], object], devices: tuple[str, str]) -> float:

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
     torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # resumes runs/plain_ddp.pt
 
-Any number of ranks that divides the batch size trains the same model, up to rounding. `train.py`
-also trains this model, with a clean stop, exact resuming, mixed precision and logs for long runs.
+The number of ranks must divide the batch size. It affects the result only through rounding.
+`train.py` adds a clean stop, exact resuming, mixed precision and logs for long runs.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python -m examples.your_model --nproc 2                              # two processes
     torchrun --standalone --nproc-per-node 2 -m examples.your_model      # started by torchrun
 
-Any number of ranks that divides the batch size trains the same model, up to rounding.
-`plain_ddp.py` is this training in one file of plain torch; `further/language_model.py` is this
+The number of ranks must divide the batch size, and affects the result only through rounding.
+`plain_ddp.py` trains this model in one file with plain torch; `further/language_model.py` is this
 file with its four places changed.
 """
 
@@ -87,7 +87,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         optimizer=optimizer,
         scheduler=scheduler,
     )
-    warm_up_buckets(model)  # makes a resumed run on 3 or more ranks bit-identical
+    warm_up_buckets(model)  # makes a resumed run match an uninterrupted one bit for bit
 
     for epoch in run.epochs(args.epochs):
         sampler.set_epoch(epoch)  # without this, every epoch has the same order

@@ -29,11 +29,11 @@ def try_all(batch_norm: bool) -> dict[str, Any]:
 def test_what_ddp_does_where_the_rule_is_broken(tmp_path: Path, batch_norm: bool) -> None:
     one, other = ranks.call(try_all, batch_norm, folder=tmp_path, ranks=2)
     assert one == other
-    name = "two forwards, one backward"
+    name = "two forward passes, one backward pass"
     if isinstance(one[name], str):  # torch from 2.6 on: pytorch/pytorch issue 175024
         assert batch_norm
         assert "inplace operation" in one.pop(name)
-    error, difference, _ = one.pop("two forwards, two backwards")
+    error, difference, _ = one.pop("two forward passes, two backward passes")
     assert error > 0.01, "the gradients of the second backward are not averaged"
     assert difference > 0.01, "the replicas drift apart"
     for name, (error, difference, sent) in one.items():
@@ -44,7 +44,7 @@ def test_what_ddp_does_where_the_rule_is_broken(tmp_path: Path, batch_norm: bool
 
 
 def watch(out: str) -> tuple[list[list[int]], list[int]]:
-    """Train for an epoch; return the input shapes of DDP's forwards, and its backwards."""
+    """Train for an epoch; return DDP's input shapes, and its backward passes."""
     shapes, backwards = list[list[int]](), list[int]()
     forward = DDP.forward
 
@@ -69,7 +69,7 @@ def test_one_forward_and_one_backward_per_network_and_step(tmp_path: Path) -> No
 
 
 def test_replicas_that_drift_apart_fail_the_run(tmp_path: Path) -> None:
-    """Two forwards and two backwards in the loop: DDP does not report it, `run.finish` does."""
+    """Two passes in each direction: DDP does not report this, but `run.finish` does."""
     judge = "discriminator(torch.cat([real, fake.detach()])).float()"
     split = "on_real, on_fake = logits.split(local_batch)"
     twice = "discriminator(real).float(), discriminator(fake.detach()).float()"

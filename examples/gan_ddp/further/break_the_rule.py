@@ -2,8 +2,8 @@
 
     python -m examples.gan_ddp.further.break_the_rule
 
-The rule: a network in DDP does one forward and one backward per step. For each way to train the
-discriminator, this program compares the gradients with the true gradients. These are the unwrapped
+The rule: a network in DDP runs one forward and one backward pass per step. For each way to train
+the discriminator, this program compares DDP's gradients with the true gradients: the unwrapped
 network's gradients, averaged over the ranks. It also compares the ranks and counts the bytes that
 DDP sends. With one process, all ways give the same gradients, so a mistake goes unnoticed.
 """
@@ -33,19 +33,19 @@ def one_forward(network: nn.Module, real: Tensor, fake: Tensor) -> None:
 
 
 def two_passes(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Run a forward and a backward for real images, then again for generated images."""
+    """Run a forward and a backward pass for real images, then again for generated images."""
     F.softplus(-network(real)).mean().backward()
     F.softplus(network(fake)).mean().backward()
 
 
 def two_forwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Run two forwards, then one backward for the sum of both losses."""
+    """Run two forward passes, then one backward pass for the sum of both losses."""
     on_real, on_fake = network(real), network(fake)
     (F.softplus(-on_real).mean() + F.softplus(on_fake).mean()).backward()
 
 
 def two_backwards(network: nn.Module, real: Tensor, fake: Tensor) -> None:
-    """Run two forwards, then one backward for each loss."""
+    """Run two forward passes, then one backward pass for each loss."""
     on_real, on_fake = network(real), network(fake)
     F.softplus(-on_real).mean().backward()
     F.softplus(on_fake).mean().backward()
@@ -62,10 +62,10 @@ def wrapped_critic(network: nn.Module, real: Tensor, fake: Tensor) -> None:
 
 
 WAYS: dict[str, Callable[[nn.Module, Tensor, Tensor], None]] = {
-    "one forward and one backward (the rule)": one_forward,
+    "one forward and one backward pass (the rule)": one_forward,
     "two passes: forward, backward, forward, backward": two_passes,
-    "two forwards, one backward": two_forwards,
-    "two forwards, two backwards": two_backwards,
+    "two forward passes, one backward pass": two_forwards,
+    "two forward passes, two backward passes": two_backwards,
     "the rule, but the generator's loss through DDP": wrapped_critic,
 }
 
@@ -120,5 +120,5 @@ def main_worker(rank: int, rendezvous: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/rendezvous"
-        # Forked processes do not import torch again. They cannot use CUDA.
+        # Forked processes do not import torch again, but they cannot use CUDA.
         mp.start_processes(main_worker, (file,), nprocs=2, start_method="fork")

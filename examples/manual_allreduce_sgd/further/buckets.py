@@ -1,4 +1,4 @@
-"""Send gradients while backward still computes others, as DistributedDataParallel does.
+"""Send gradients while the backward pass computes others, like DistributedDataParallel.
 
     python -m examples.manual_allreduce_sgd.further.buckets --nproc 2
 
@@ -23,11 +23,11 @@ from ..train import average_gradients
 
 
 class Buckets:
-    """Averages a model's gradients over the ranks, during backward.
+    """Averages a model's gradients over the ranks during the backward pass.
 
-    Every rank creates an instance for the same model, and calls `wait` after each backward. A
-    bucket is closed when it reaches `bucket_bytes`; DDP's default is 25 MB. Parameters that are
-    unused in a step get zero gradients.
+    Every rank creates an instance for the same model, and calls `wait` after each backward
+    pass. A bucket is closed when it reaches `bucket_bytes`; DDP's default is 25 MB. Parameters
+    that are unused in a step get zero gradients.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int = 1 << 20) -> None:
@@ -37,13 +37,13 @@ class Buckets:
                 self.buckets.append([])
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect)
-        self.ready = set[nn.Parameter]()  # parameters whose gradient is already ready in this step
+        self.ready = set[nn.Parameter]()  # parameters whose gradients are ready in this step
         self.sent: list[tuple[Tensor, dist.Work]] = []  # this step's messages, in bucket order
-        self.overlapped = 0  # number of buckets that were sent during the last backward
+        self.overlapped = 0  # buckets that were sent during the last backward pass
 
     def _collect(self, parameter: nn.Parameter) -> None:
         """Record that a gradient is ready, and send all complete buckets."""
-        if parameter in self.ready:  # its bucket may already be sent; DDP also raises
+        if parameter in self.ready:  # its bucket may have been sent; DDP also raises
             raise RuntimeError(f"a gradient {list(parameter.shape)} became ready twice in a step")
         self.ready.add(parameter)
         # All ranks must send the buckets in the same order, even if another bucket is ready first.
@@ -108,12 +108,12 @@ def compare(steps: int) -> None:
     if dist.get_rank() == 0:
         for name, time_per_step in times.items():
             print(f"{name:14} {time_per_step:7.2f} ms per step")
-        print(f"{buckets.overlapped} of {len(buckets.buckets)} buckets sent during backward")
+        print(f"{buckets.overlapped} of {len(buckets.buckets)} buckets sent in the backward pass")
         print(f"largest difference in parameters: {difference:.1e}")
 
 
 def main(nproc: int = 2, steps: int = 30) -> None:
-    """Compare averaging after backward, averaging in buckets during backward, and DDP."""
+    """Compare averaging after the backward pass, in buckets during it, and with DDP."""
     launch(compare, nproc, steps)
 
 

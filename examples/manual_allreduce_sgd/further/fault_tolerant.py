@@ -1,4 +1,4 @@
-"""Continue with torchft when a rank is killed: the other ranks repeat the step without it.
+"""Use torchft to continue training when a rank is killed: the remaining ranks repeat the step.
 
     pip install torchft
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --bind 127.0.0.1:29510

@@ -2,8 +2,8 @@
 
     python -m examples.manual_allreduce_sgd.further.local_sgd --nproc 2 --every 8
 
-Each rank trains alone for H steps (--every), so it sends only 1/H of the bytes. Then all ranks
-continue from one model:
+Each rank trains alone for H steps (--every), so it sends 1/H of the bytes of synchronous SGD. Then
+all ranks continue from one model:
 
 | method | the new model | source |
 |---|---|---|

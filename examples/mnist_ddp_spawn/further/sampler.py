@@ -70,7 +70,7 @@ def evaluation(samples: int) -> None:
 
 
 def groups() -> None:
-    """Sum the ranks 0, 2, 4, ... in their own group. Every rank calls this."""
+    """Sum the numbers of the ranks 0, 2, 4, ... in a group of their own. Every rank calls this."""
     members = list(range(0, dist.get_world_size(), 2))
     group: Any = dist.new_group(members)  # ALL ranks call new_group; only members use the group
     total = torch.tensor([dist.get_rank()])

@@ -68,7 +68,7 @@ def run(args: Args, device: torch.device, name: str) -> list[Event]:
 
 
 def bubble(events: list[Event]) -> float:
-    """Return the stages' average idle fraction, from the first start to the last end."""
+    """Return the fraction of the step in which a stage is idle, averaged over the stages."""
     span = max(event.end for event in events) - min(event.start for event in events)
     stages = len({event.stage for event in events})
     return 1 - sum(event.end - event.start for event in events) / (stages * span)

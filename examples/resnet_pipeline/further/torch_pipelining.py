@@ -5,10 +5,10 @@
         --schedule zbv
 
 A rank has one stage with gpipe and 1f1b, and two stages with the other schedules. With interleaved,
-rank p of P has the stages p and P + p, so that the next rank can start sooner. With zbv
-(https://arxiv.org/abs/2401.10241), rank p has the stages p and 2 P - 1 - p. The first rank then has
-the first and the last stage, so that backward starts where forward ends. Weight gradients fill the
-remaining bubble. With torch 2.11, zbv needs NCCL.
+rank p of P has the stages p and P + p, so that the next rank waits less than with 1f1b. With
+zbv (https://arxiv.org/abs/2401.10241), rank p has the stages p and 2 P - 1 - p. The first rank then
+has the first and the last stage, so that the backward pass starts on the rank where the forward
+pass ends. Weight gradients fill the remaining bubble. With torch 2.11, zbv needs NCCL.
 """
 
 import os
@@ -43,7 +43,7 @@ class Args:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
     arch: str = "resnet50"
     batch_size: int = 32
-    micro_batches: int = 4  # a multiple of the ranks for interleaved, of twice the ranks for zbv
+    micro_batches: int = 4  # for interleaved, a multiple of P; for zbv, a multiple of 2 P
     image_size: int = 64
     steps: int = 4
 

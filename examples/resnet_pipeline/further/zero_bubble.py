@@ -1,8 +1,8 @@
-"""The schedule ZB-H1: fill 1F1B's bubble with half of each backward.
+"""The schedule ZB-H1: fill 1F1B's bubble with half of each backward pass.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.zero_bubble
 
-A backward computes two kinds of gradients. The previous stage waits for the gradient of the
+A backward pass computes two kinds of gradients. The previous stage waits for the gradient of the
 stage's input (I), but only the optimizer needs the gradients of the weights (W). ZB-H1
 (https://arxiv.org/abs/2401.10241) splits B into I and W. On stage s, W is delayed by s
 micro-batches and fills the time in which 1F1B waits. P = 3, M = 4, equal times for F, I and W:
@@ -98,7 +98,7 @@ class ZeroBubblePipeline(Pipeline):
 
 
 def add_gradient(leaf: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to `leaf.grad`, as `backward` does."""
+    """Add a gradient to `leaf.grad`, like `backward`."""
     gradient = gradient.to(leaf.dtype)
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
@@ -115,7 +115,7 @@ class Args:
     batch_size: int = 32
     micro_batches: int = 4
     image_size: int = 64
-    cuts: tuple[str, ...] = ()  # first block of each later stage
+    cuts: tuple[str, ...] = ()  # first block of each stage but the first
 
 
 def prepare(args: Args, device: torch.device, name: str) -> tuple[Pipeline, Tensor, Tensor]:

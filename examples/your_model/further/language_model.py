@@ -2,7 +2,7 @@
 
     python -m examples.your_model.further.language_model --nproc 2
 
-It predicts the next character in Python's help topics, such as the text of `help("import")`.
+The GPT predicts the next character in Python's help topics, such as the text of `help("import")`.
 """
 
 from dataclasses import dataclass
