@@ -81,7 +81,7 @@ class Result:
 
     Attributes:
         inputs: data and sizes by name.
-        tables: samples by title.
+        tables: tables by title.
         claims: statements about the tables.
         curves: losses per step by name, for a chart.
     """

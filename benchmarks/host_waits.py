@@ -1,9 +1,9 @@
-"""Run an example on a GPU, and count how often its training steps wait for the device.
+"""Run an example on a GPU, and count how often its steps make the host wait for the device.
 
     python -m benchmarks.host_waits gan_ddp --epochs 2
 
 During a wait, the device's queue runs empty; the device is then idle until the host submits work.
-torch detects most calls that wait, but not waits in collectives. The first steps of an epoch are
+torch detects most waits, but not waits in collectives. The first steps of an epoch are
 not counted.
 """
 

@@ -4,7 +4,7 @@
 
 The program times the schedules of the example and of torch.distributed.pipelining, in bfloat16 if
 the processor supports it. The baseline is the unsplit model on one core, with the whole batch or
-with micro-batches, whichever is faster. It also measures the memory of each stage's activations.
+with micro-batches, whichever is faster. The program also measures each stage's activation memory.
 """
 
 import os

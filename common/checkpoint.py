@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from common.ddp import unwrapped
 from common.launch import NodeArgs, UserError
 
-# A resumed run may change these flags, but `check_flags` rejects another seed or batch size.
+# A resumed run may change these flags, but `check_flags` rejects a different seed or batch size.
 FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "deterministic"}
 WRAPPERS = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
 
@@ -96,7 +96,7 @@ def describe(path: Path) -> str:
     try:
         with path.open("rb") as file:
             head = file.read(64)
-    except OSError as error:  # a folder, for example
+    except OSError as error:  # for example, the path is a folder
         return f"{error.strerror}"
     if not head:
         return "it is empty"
@@ -181,7 +181,7 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     Args:
         path: see `load_weights`.
         model: the model to load the weights into.
-        about: if it contains `classes`, they are compared with the classes in the file.
+        about: metadata; its `classes`, if any, are compared with the classes in the file.
 
     Raises:
         UserError: the weights belong to another model or to other classes.

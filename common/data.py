@@ -26,7 +26,7 @@ CLOTHES += ["Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
 @dataclass(frozen=True)
 class ImageData:
-    """A training and a test set: normalized float32 images [N, 1, S, S] and int64 labels [N]."""
+    """Training and test sets: normalized float32 images [N, 1, S, S] and int64 labels [N]."""
 
     name: str
     train: TensorDataset
@@ -82,7 +82,7 @@ def image_data(name: str, folder: Path) -> ImageData:
 
 def _digits() -> ImageData:
     """Read scikit-learn's 1,797 digits of 8x8 pixels; every fifth digit is in the test set."""
-    package: Any = importlib.util.find_spec("sklearn")  # importing it takes seconds on every rank
+    package: Any = importlib.util.find_spec("sklearn")  # an import would take seconds
     file = Path(package.origin).parent / "datasets/data/digits.csv.gz"
     table = torch.from_numpy(np.loadtxt(file, delimiter=","))  # 64 pixels in [0, 16], and a label
     images = (table[:, :-1] * (255 / 16)).round().view(-1, 8, 8)

@@ -40,7 +40,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
 
 
 class _SumOfParameters(nn.Module):
-    """A stand-in for the model. Its gradients are all 1; it skips the model's forward pass."""
+    """A stand-in for the model that returns the sum of its parameters; all gradients are 1."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def parameter_hash(model: Any) -> str:
 def check_replicas(model: nn.Module) -> str:
     """Check that all ranks have the same parameters, and return their hash. Every rank calls this.
 
-    Rank 0's buffers are first copied to all ranks, because BatchNorm's statistics differ.
+    Rank 0's buffers are first copied to all ranks, because BatchNorm statistics differ by rank.
     """
     broadcast_buffers(model)
     hashes: list[Any] = [None] * dist.get_world_size()
@@ -98,7 +98,7 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
 
 @torch.no_grad()
 def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Replace tensors with their means over the ranks, in one message. Every rank calls this."""
+    """Replace tensors with their means over ranks, in one all_reduce. Every rank calls this."""
     tensors = list(tensors)
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)

@@ -97,7 +97,7 @@ def explain(reports: list[dict[str, Any]], states: Mapping[int, str]) -> str:
 
 
 def _difference(reports: list[dict[str, Any]]) -> str:
-    """Describe the first collective in which the ranks in a group differ, if there is one."""
+    """Describe the first collective that differs between the ranks of a group, if there is one."""
     groups: dict[str, dict[int, dict[int, str]]] = {}  # each call by group, rank and number
     for report in reports:
         for call in report["collectives"] or ():

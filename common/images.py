@@ -63,10 +63,10 @@ def image_loaders(
         batch_size: samples per replica and step.
         image_size: height and width of the images, in pixels.
         seed: seed of the sample order and the crops.
-        workers: this rank's loader processes; -1 means one less than its cores, but at most 16.
+        workers: this rank's loader processes; -1 means its number of cores minus 1, up to 16.
         rank: index of this data-parallel replica; default: the global rank.
         replicas: number of data-parallel replicas; default: the world size.
-        dummy: use random pixels, to measure the speed of training without files.
+        dummy: use random pixels instead of files, to measure the training speed.
         pin_memory: use page-locked memory, so that copies to a GPU do not block the host.
         timeout: maximum wait for a loader worker, in seconds.
 

@@ -49,7 +49,7 @@ class Run:
             `state_dict()`, which every rank calls, and `load_state_dict()`; None is skipped.
 
     Raises:
-        UserError: the checkpoint is damaged or does not match, or another run uses --out.
+        UserError: the checkpoint is damaged or does not match this run, or another run uses --out.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Run:
             return
         try:
             self.args.out.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.args.out / "lock").open("a")  # "a" does not truncate it
+            self._lock = (self.args.out / "lock").open("a")  # "w" would truncate a live run's file
         except OSError as error:
             raise UserError(f"cannot write to --out {self.args.out}: {error.strerror}") from None
         try:
@@ -332,7 +332,7 @@ class Run:
         return best
 
     def finish(self, model: Any, **facts: Any) -> None:
-        """Check that all replicas are equal, and write result.json. Every rank calls this.
+        """Check that all replicas are identical, and write result.json. Every rank calls this.
 
         Args:
             model: the trained model.

@@ -4,8 +4,8 @@
     python -m tools.doctor --master-addr HOST0         # also the connection to node 0
     torchrun --nnodes 2 --nproc-per-node 8 --node-rank R --master-addr HOST0 -m tools.doctor
 
-Each finding is one line with a remedy. Rank 0 prints all ranks' findings. The exit code is 2
-if there is an error, and 0 otherwise.
+Each finding is one line; problems include a remedy. Rank 0 prints all ranks' findings. The exit
+code is 2 if there is an error, and 0 otherwise.
 """
 
 import os
@@ -47,7 +47,7 @@ class Args:
     master_port: int = int(os.environ.get("MASTER_PORT", "29500"))
     """Port of node 0."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device of the runs."""
+    """Device that the runs will use."""
 
 
 class Finding(NamedTuple):
@@ -106,7 +106,7 @@ def check_master(host: str, port: int) -> Finding:
 
 
 def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]:
-    """Check this rank's CUDA device; a single rank checks all devices."""
+    """Check this rank's CUDA device; if it is the only rank, check all devices."""
     count = torch.cuda.device_count()
     if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
         remedy = f"check with nvidia-smi that the driver supports CUDA {torch.version.cuda}"

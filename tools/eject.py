@@ -48,7 +48,7 @@ def modules_of(name: str) -> Iterator[Path]:
 
 def requirements(names: set[str]) -> list[str]:
     """Return this project's dependencies that provide the imported names."""
-    distributions = packages_distributions()  # for example, sklearn to scikit-learn
+    distributions = packages_distributions()  # maps sklearn to scikit-learn, for example
     parts = {part for name in names for part in name.split(".")}  # packages and submodules
     used = {found.lower() for part in parts for found in distributions.get(part, [])}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
