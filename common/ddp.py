@@ -79,7 +79,7 @@ def check_replicas(model: nn.Module) -> str:
     hashes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hashes, parameter_hash(model))
     different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
-    assert not different, f"the parameters of rank(s) {different} differ from rank 0"
+    assert not different, f"the parameters of rank(s) {different} differ from rank 0's"
     return hashes[0]
 
 

@@ -57,13 +57,13 @@ class RunArgs:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto selects bf16 if the device supports it natively, else fp32."""
     deterministic: bool = False
-    """Use deterministic CUDA kernels, which are slower; CPU runs are always deterministic."""
+    """Use deterministic CUDA kernels, at a cost in speed; CPU runs are always deterministic."""
     workers: Annotated[int, arg(aliases=["-j"])] = 0
     """Data-loading processes per rank; 0 loads data in the rank's own process."""
     seed: int = 0
-    """Seed of the parameters and the sample order."""
+    """Seed for the parameters and the sample order."""
     timeout: Annotated[float, arg(metavar="SECONDS")] = 120.0
-    """Maximum wait for another rank before the run fails."""
+    """Time to wait for another rank before the run fails."""
     out: Path = Path("runs/run")
     """Folder for checkpoints, metrics and the result."""
     resume: Annotated[str, arg(metavar="auto|PATH|no")] = "no"
@@ -81,7 +81,7 @@ class NodeArgs(RunArgs):
     """The shared flags, and the multi-node flags from pytorch/examples."""
 
     world_size: Annotated[int, arg(metavar="NODES")] = 1
-    """Number of nodes; start the program on each with the same --dist-url."""
+    """Number of nodes; start the program on each node with the same --dist-url."""
     rank: Annotated[int, arg(metavar="NODE")] = 0
     """Index of this node, starting at 0."""
     dist_url: Annotated[str, arg(metavar="tcp://HOST:PORT")] = "auto"

@@ -47,7 +47,7 @@ def _connect(here: Place, seconds: float) -> dist.Store:
     try:
         store = dist.TCPStore(*address, is_master=is_host, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError:
-        raise UserError(f"port {port} is used by another program; use another port") from None
+        raise UserError(f"port {port} is already in use; choose a different port") from None
     hosted = store if is_host else None
     return store
 

@@ -107,13 +107,15 @@ class Run:
             self.args.out.mkdir(parents=True, exist_ok=True)
             self._lock = (self.args.out / "lock").open("a")  # "w" would truncate a live run's file
         except OSError as error:
-            raise UserError(f"cannot write to --out {self.args.out}: {error.strerror}") from None
+            text = f"cannot write to --out {self.args.out}: {error.strerror}"
+            raise UserError(f"{text}; choose another folder") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is using {self.args.out}; use another --out") from None
         except OSError as error:  # on a network file system without locks
-            self.warn(f"cannot lock --out ({error.strerror}): do not start another run there")
+            text = f"cannot lock --out {self.args.out} ({error.strerror})"
+            self.warn(f"{text}; make sure that no other run uses this folder")
 
     def _greet(self, what: object, replicas: int | None) -> None:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
@@ -181,8 +183,8 @@ class Run:
             checkpoint.restore_random_state(now)
         else:
             self.warn(
-                f"the number of ranks changed from {len(state['random'])} to {self.world_size}: "
-                f"results are equal up to rounding"
+                f"the number of ranks changed from {len(state['random'])} to {self.world_size}; "
+                f"the result matches an uninterrupted run only up to rounding"
             )
         self.print0(f"resumed from {path}")
 

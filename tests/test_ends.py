@@ -223,7 +223,7 @@ def test_port_is_taken(tmp_path: Path) -> None:
         env = {0: {"MASTER_PORT": str(port)}}
         training = run(2, QUICK, tmp_path / "out", nodes=2, missing=[1], env=env)
     assert training.codes == [2], training.text
-    assert errors(training) == [f"port {port} is used by another program; use another port"]
+    assert errors(training) == [f"port {port} is already in use; choose a different port"]
 
 
 def test_exception_of_one_rank_is_one_traceback(tmp_path: Path) -> None:

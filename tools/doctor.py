@@ -173,7 +173,7 @@ def check_output(out: Path) -> Iterator[Finding]:
     if rank == 0 and not failure:
         probe.unlink()
         free = shutil.disk_usage(out).free / GB
-        yield judge(free >= 1, f"--out {out}: {free:.1f} GB free", "make space for checkpoints")
+        yield judge(free >= 1, f"--out {out}: {free:.1f} GB free", "checkpoints need more space")
 
 
 def check_all_reduce(device: torch.device) -> Iterator[Finding]:

@@ -69,12 +69,13 @@ def pretrained(
     missing = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
     head = ("classifier.", "bert.pooler.") if new_head else ()
     if missing := [name for name in missing if not name.startswith(head)]:
-        raise UserError(f"--model {folder} has no weights for {min(missing)}; use a complete BERT")
+        raise UserError(f"--model {folder} has no weights for {min(missing)}; use a full model")
     if any(parameter.isnan().any() for parameter in loaded.parameters()):
         raise UserError(f"--model {folder} contains NaN; use weights from an earlier step")
     rows, positions = config.vocab_size, config.max_position_embeddings
     if max_length > positions:
-        raise UserError(f"--max-length {max_length} exceeds the {positions} positions of {folder}")
+        text = f"--max-length {max_length} exceeds the {positions} positions of {folder}"
+        raise UserError(f"{text}; use at most {positions}")
     if len(tokenizer) > rows:  # embeddings may be padded
         text = f"the vocabulary of --model {folder} has {len(tokenizer)} tokens"
         raise UserError(f"{text}, but the model has embeddings for {rows}; use its own vocabulary")

@@ -65,7 +65,7 @@ def test_reviews_keep_their_rows_when_others_are_left_out(tmp_path: Path) -> Non
         (TABLE + "差评,还行\n", "row 13: label '差评'"),
         (TABLE + "1,很好,真的\n", "Expected 2 fields in line 14, saw 3"),
         (TABLE + '1,"没有结束\n1,好\n', "EOF inside string"),
-        (TABLE + "1,好\0\n", "NUL byte in line 14; delete it"),
+        (TABLE + "1,好\0\n", "NUL byte on line 14; delete it"),
         (TABLE.encode("gbk"), "not valid UTF-8 .line 2.*GB18030"),
         (TABLE.encode("utf-16"), "not valid UTF-8 .line 1.*UTF-16"),
         (TABLE.encode("utf-16-le"), "not valid UTF-8 .line 2.*ENCODING.*UTF-16"),
