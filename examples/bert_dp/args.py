@@ -20,7 +20,7 @@ class TextArgs:
     csv: Path = REVIEWS
     """csv file with the columns label (0 or 1) and review."""
     model: str = "small"
-    """Folder of a pretrained BERT, such as bert-base-chinese; small: 2 untrained layers."""
+    """Folder of a pretrained BERT, such as bert-base-chinese, or small (2 untrained layers)."""
     max_length: Annotated[int, arg(metavar="TOKENS")] = 128
     """Maximum input length in tokens; longer reviews are truncated."""
     lr: float = 0.0

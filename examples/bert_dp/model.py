@@ -93,7 +93,7 @@ def small(
 
     WordPiece splits a word into its first character and one `##` token for each further character.
     A word with an unknown character becomes [UNK]. The tokenizer's rules define the words: each
-    Chinese character is a word, while Korean syllables, Japanese kana and emoji form longer words.
+    Chinese character is a word, but consecutive Korean syllables, kana or emoji form one word.
     """
     rules = BertTokenizer(strip_accents=False).backend_tokenizer  # otherwise, 한 and が are split
     characters, inside = set[str](), set[str]()

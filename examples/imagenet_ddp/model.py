@@ -50,7 +50,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
 
 
 def _load_pretrained(model: nn.Module, args: Args) -> None:
-    """Load torchvision's newest weights, except the last layer if the classes differ."""
+    """Load torchvision's newest weights, except for tensors whose shapes differ in the model."""
     weights: Any = models.get_model_weights(args.arch)["DEFAULT"]
     first = os.environ["LOCAL_RANK"] == "0"
     if not first:

@@ -72,7 +72,7 @@ def milliseconds(function: Callable[..., object], *args: object) -> float:
         began = time.perf_counter()
         function(*args)
         times.append(time.perf_counter() - began)
-    return 1000 * statistics.median(times[1:])  # the first call is slower: it allocates memory
+    return 1000 * statistics.median(times[1:])  # the first call also allocates memory
 
 
 def compare() -> None:

@@ -5,7 +5,7 @@
     python -m examples.mnist_dataparallel --device-ids 0 2    # cuda:0 and cuda:2
     torchrun --nnodes 2 --node-rank R --master-addr HOST0 -m examples.mnist_dataparallel
 
-One process uses all devices on a machine; processes on several machines average gradients.
+One process uses all devices on a machine; processes on several machines average their gradients.
 """
 
 import os
@@ -108,7 +108,7 @@ def main_worker(local_rank: int, args: Args) -> None:
 
 
 def choose_devices(args: Args, device: torch.device) -> list[torch.device]:
-    """Return this process's devices; the first one holds the model."""
+    """Return this process's devices; the model is on the first one."""
     if device.type == "cpu":
         return [device] * (len(args.device_ids) or 2)
     alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # otherwise, each process has its own device

@@ -56,7 +56,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     torch.manual_seed(args.seed + rank)  # dropout would differ; DDP broadcasts rank 0's parameters
     data = image_data(args.dataset, args.data_dir)  # one process per node downloads
     # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. Without drop_last, the
-    # sampler would repeat some samples, and the loader's last batch would be smaller.
+    # sampler would repeat some samples, and the loader's last batch would be incomplete.
     sampler = DistributedSampler(data.train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         data.train,

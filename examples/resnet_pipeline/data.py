@@ -30,7 +30,7 @@ def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
         rank=mesh.get_local_rank("dp"),
         replicas=mesh.size(0),
         pin_memory=mesh.device_type == "cuda",
-        timeout=args.timeout / 2,  # report a slow loader before the stages that wait for it
+        timeout=args.timeout / 2,  # a slow loader must time out before the stages do
     )
     return list(loaders) if first or args.data is None else [without_images(x) for x in loaders]
 

@@ -22,7 +22,7 @@ fraction, or bubble, is (P - 1) / (M + P - 1).
 
 Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps the
 activations of all M micro-batches. In 1F1B, stage s keeps those of at most P - s, because it runs
-only P - s forward passes before B0. M can therefore grow without using more memory.
+only P - s forward passes before B0. M can therefore grow without increasing the memory use.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: one F per later stage, then alternating F and B."""
+    """Return the actions of a stage: one F per stage after it, then alternating F and B."""
     ahead = min(stages - 1 - stage, micro_batches)
     actions = [Action("F", micro) for micro in range(ahead)]
     for micro in range(ahead, micro_batches):

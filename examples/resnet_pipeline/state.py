@@ -19,7 +19,7 @@ class WholeModel:
         self.stage, self.pipe = stage, pipe
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state on the first stage, {} on later stages. Every rank calls this."""
+        """Return the state on the first stage, and {} on other stages. Every rank calls this."""
         return gather(on_cpu(self.stage.state_dict()), self.pipe)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class WholeOptimizer:
         self.names = [name for name, _ in stage.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; on later stages, it contains only the group. Every rank calls this."""
+        """Return the state; on other stages, it contains only the group. Every rank calls this."""
         state, (group,) = self.optimizer.state_dict().values()
         own = {self.names[number]: on_cpu(values) for number, values in state.items()}
         return {"state": gather(own, self.pipe), "group": group | {"params": []}}
@@ -57,7 +57,7 @@ class WholeOptimizer:
 
 
 def gather(own: dict[str, Any], pipe: dist.ProcessGroup) -> dict[str, Any]:
-    """Return all ranks' entries on the first rank, or {} elsewhere. Every rank calls this."""
+    """Return all ranks' entries on the first rank, and {} on other ranks. Every rank calls this."""
     first, size = dist.get_rank(pipe) == 0, dist.get_world_size(pipe)
     states: list[dict[str, Any]] | None = [{}] * size if first else None
     dist.gather_object(own, states, group=pipe, group_dst=0)

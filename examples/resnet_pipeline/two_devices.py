@@ -47,7 +47,7 @@ class ModelParallelResNet50(ResNet):
         self.seq2 = nn.Sequential(self.layer3, self.layer4, *head).to(devices[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, 10] of images [B, 3, H, W], which are on the first device."""
+        """Return logits [B, 10] for images [B, 3, H, W] on the first device."""
         return self.seq2(self.seq1(x).to(self.devices[1]))
 
 
@@ -59,7 +59,7 @@ class PipelineParallelResNet50(ModelParallelResNet50):
         self.split_size = split_size  # samples in a micro-batch; the last one may be smaller
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, 10] of images [B, 3, H, W], which are on the first device."""
+        """Return logits [B, 10] for images [B, 3, H, W] on the first device."""
         splits = iter(x.split(self.split_size))
         activations, logits = self.seq1(next(splits)).to(self.devices[1]), []
         for split in splits:

@@ -68,7 +68,7 @@ def main() -> None:
     train_set, test_rows, test_labels = load_data()
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
     # Rank r gets samples r, r + W, r + 2W, ... of a permutation. Without drop_last, the sampler
-    # would repeat some samples, and the loader's last batch would be smaller.
+    # would repeat some samples, and the loader's last batch would be incomplete.
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)

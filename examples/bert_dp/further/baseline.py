@@ -1,4 +1,4 @@
-"""Train a linear model on the same reviews, as a baseline for BERT's accuracy.
+"""Train a linear model on bert_dp's reviews, as a baseline for BERT's accuracy.
 
     python -m examples.bert_dp.further.baseline --csv FILE
 
@@ -20,7 +20,7 @@ from ..data import Reviews, split
 
 
 def main(csv: Path = REVIEWS, seeds: int = 5) -> None:
-    """Print the accuracy on each split's validation reviews.
+    """Train on several random splits, and print the accuracy on their validation reviews.
 
     Args:
         csv: csv file with the columns label (0 or 1) and review.

@@ -2,7 +2,7 @@
 
     python -m examples.mnist_ddp_spawn.further.sampler              # 3 processes, 10 samples
 
-This program uses only torch, and starts its ranks with `mp.spawn`.
+This program imports nothing from this repository, and starts its ranks with `mp.spawn`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Run the same stages with torch.distributed.pipelining, PyTorch's own pipeline engine.
+"""Run resnet_pipeline's stages with torch.distributed.pipelining, PyTorch's pipeline engine.
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.torch_pipelining
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.torch_pipelining \

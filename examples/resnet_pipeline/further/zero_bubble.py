@@ -144,5 +144,5 @@ def compare(args: Args, device: torch.device) -> bool:
 
 if __name__ == "__main__":
     rank_device = init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0")))
-    print0(f"the gradients of stage 0 are equal: {compare(tyro.cli(Args), rank_device)}")
+    print0(f"all schedules give stage 0 the same gradients: {compare(tyro.cli(Args), rank_device)}")
     dist.destroy_process_group()
