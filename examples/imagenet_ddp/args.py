@@ -30,13 +30,13 @@ class Args(NodeArgs):
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = -1
     """GLOBAL batch size in images; -1 means 256, or 96 with the digits."""
     accumulate: int = 1
-    """Backward passes per step, for batches that do not fit into memory."""
+    """Number of micro-batches per step, for batches that do not fit into memory."""
     image_size: Annotated[int, arg(metavar="PIXELS")] = -1
     """Height and width of the crops; -1 means 224, or 32 with the digits."""
     workers: Annotated[int, arg(aliases=["-j"])] = -1
     """Data-loading processes per rank; -1 means the rank's cores minus one, at most 16."""
     lr: Annotated[float, arg(aliases=["--learning-rate"])] = -1.0
-    """Peak learning rate; -1 means 0.1, usual for batch size 256, or 0.02 with the digits."""
+    """Peak learning rate; -1 means 0.1 (usual for batch size 256), or 0.02 with the digits."""
     momentum: float = 0.9
     """Momentum of SGD."""
     weight_decay: Annotated[float, arg(aliases=["--wd"])] = 1e-4

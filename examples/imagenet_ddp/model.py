@@ -69,7 +69,7 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
     loaded = {n: v for n, v in loaded.items() if n in own and v.shape == own[n].shape}
     missing = ", ".join(sorted(own.keys() - loaded.keys()))
     if missing and args.evaluate:
-        raise UserError(f"{weights} has no weights for {missing}; fine-tune first")
+        raise UserError(f"{weights} has no weights for {missing}; fine-tune the model first")
     model.load_state_dict(loaded, strict=False)
     print0(f"loaded {weights}" + (f", except {missing}" if missing else ""))
 

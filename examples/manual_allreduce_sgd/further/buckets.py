@@ -44,7 +44,7 @@ class Buckets:
     def _collect(self, parameter: nn.Parameter) -> None:
         """Record that a gradient is ready, and send all complete buckets."""
         if parameter in self.ready:  # its bucket may have been sent; DDP also raises
-            raise RuntimeError(f"a gradient {list(parameter.shape)} became ready twice in a step")
+            raise RuntimeError(f"a gradient of shape {list(parameter.shape)} became ready twice")
         self.ready.add(parameter)
         # All ranks must send the buckets in the same order, even if another bucket is ready first.
         while len(self.sent) < len(self.buckets) and self.ready.issuperset(
