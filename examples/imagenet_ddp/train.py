@@ -42,7 +42,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)  # calls dist.init_process_group
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(args.seed + rank)  # dropout differs; DDP copies rank 0's parameters to all
+    torch.manual_seed(args.seed + rank)  # DDP broadcasts rank 0's parameters; only dropout differs
     local_batch = local_batch_size(args.batch_size, world_size)
     loader, test_loader = image_loaders(
         args.data,

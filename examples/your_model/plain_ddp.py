@@ -64,7 +64,7 @@ def main() -> None:
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} is not divisible by {world_size} ranks")
 
-    torch.manual_seed(rank)  # dropout would differ; DDP broadcasts rank 0's parameters
+    torch.manual_seed(rank)  # DDP broadcasts rank 0's parameters; only dropout would differ
     train_set, test_rows, test_labels = load_data()
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
     # Rank r gets samples r, r + W, r + 2W, ... of a permutation. Without drop_last, the sampler

@@ -55,7 +55,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
-    torch.manual_seed(args.seed + rank)  # dropout differs; DDP broadcasts rank 0's parameters
+    torch.manual_seed(args.seed + rank)  # DDP broadcasts rank 0's parameters; only dropout differs
     train_set, test_set = load_data()
     # Rank r gets samples r, r + W, r + 2W, ... of a permutation. drop_last leaves out samples that
     # do not fill a global batch, so that all ranks have batches of equal size in every step.
