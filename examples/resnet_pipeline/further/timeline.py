@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 -m examples.resnet_pipeline.further.timeline
 
-A bar is an action of a stage: forward (F), backward (B), or its halves for the input (I) and the
-weights (W), with the number of the micro-batch. White space is the bubble. On a GPU, the host waits
-for the device after each action, so that the times include the device's work.
+A bar is an action of a stage, labeled with its micro-batch: forward (F), backward (B), or halves
+of a backward pass for the input (I) and the weights (W). White space is the bubble. On a GPU, the
+host waits for the device after each action, so that the times include the device's work.
 """
 
 import os

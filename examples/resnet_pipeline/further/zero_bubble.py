@@ -48,14 +48,14 @@ def zero_bubble_h1(stage: int, stages: int, micro_batches: int) -> list[Action]:
 class ZeroBubblePipeline(Pipeline):
     """A pipeline that defers the weight gradients of convolutional and linear layers.
 
-    I computes the gradients of the stage's input and of the outputs of these layers with autograd.
+    I uses autograd to compute the gradients of the stage's input and of these layers' outputs.
     W computes the gradients of a layer's weights from its input and the gradient of its output.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.micro = 0  # the current action's micro-batch
-        # Per micro-batch: layer, input, the output's edge in the graph (after I: its gradient).
+        # Per micro-batch: layer, input, the output's edge in the graph; after I, its gradient.
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
         layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
         for layer in layers:
