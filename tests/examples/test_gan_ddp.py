@@ -34,7 +34,7 @@ def test_what_ddp_does_where_the_rule_is_broken(tmp_path: Path, batch_norm: bool
         assert batch_norm
         assert "inplace operation" in one.pop(name)
     error, difference, _ = one.pop("two forward passes, two backward passes")
-    assert error > 0.01, "the gradients of the second backward are not averaged"
+    assert error > 0.01, "the gradients of the second backward pass are not averaged"
     assert difference > 0.01, "the replicas drift apart"
     for name, (error, difference, sent) in one.items():
         assert error < 1e-6, name
