@@ -155,8 +155,9 @@ def measure(args: Measurement) -> Result:
     if args.quick:
         sizes, starts, steps, megabytes = (8, 64), (2,), 80, 64
     joined = compare({f"{n} ranks": partial(rendezvous, n) for n in sizes}, rounds)
-    # gloo connects every pair of ranks: 512 ranks open 270,000 files and need 7 GiB of memory.
-    grouped = compare({f"{n} ranks": partial(rendezvous, n, True) for n in sizes}, rounds)
+    # gloo connects every pair: 512 ranks work, but take minutes, 7 GiB and 270,000 open files.
+    pairs = {f"{n} ranks": partial(rendezvous, n, True) for n in sizes if n <= 128}
+    grouped = compare(pairs, rounds)
     started = compare({f"{n} ranks": partial(start, n) for n in starts}, rounds)
     tables = {
         "Rendezvous": Table("s", joined),
