@@ -61,7 +61,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; check space and permissions") from None
-    # Later checkpoints are damaged, or this run was resumed from an earlier step.
+    # Delete later ones, too: they are damaged, or this run was resumed from an earlier step.
     others = checkpoints(path.parent)
     for other in {*others} - {*[p for p in others if p <= path][:2]}:
         other.unlink(missing_ok=True)

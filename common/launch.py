@@ -109,7 +109,7 @@ def launched() -> bool:
 
 
 def place(args: RunArgs, local_rank: int) -> Place:
-    """Return this process's ranks and world sizes, and export them in torchrun's variables.
+    """Return this process's ranks and world sizes, and set torchrun's environment variables.
 
     `local_rank` is this process's index on its machine; torchrun and srun set LOCAL_RANK instead.
     """

@@ -195,7 +195,7 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
 def _is_first_error() -> bool:
     """Return True if no other rank has reported an error; later errors are only consequences."""
     store = rendezvous.joined
-    key = f"error/{os.environ.get('GROUP_RANK', '')}"  # each node of torchrun has its own log
+    key = f"error/{os.environ.get('GROUP_RANK', '')}"  # under torchrun, each node has its own log
     with contextlib.suppress(RuntimeError):
         return store is None or store.add(key, 1) == 1
     return True  # the store's host has exited: reporting twice is better than not at all

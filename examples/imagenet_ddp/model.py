@@ -99,7 +99,7 @@ def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
         )
     steps_per_epoch = len(loader)
     if not steps_per_epoch:
-        raise UserError(f"--batch-size {args.batch_size} exceeds the training set; reduce it")
+        raise UserError(f"--batch-size {args.batch_size} exceeds the training set; use less")
     if args.start_epoch >= args.epochs:
         raise UserError(f"--start-epoch {args.start_epoch} must be below --epochs {args.epochs}")
     start, total = args.start_epoch * steps_per_epoch, args.epochs * steps_per_epoch

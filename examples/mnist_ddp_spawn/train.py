@@ -53,7 +53,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         device_id=device if "nccl" in backend else None,  # NCCL connects now, not in step 1
     )
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
-    torch.manual_seed(args.seed + rank)  # DDP broadcasts rank 0's parameters; dropout would differ
+    torch.manual_seed(args.seed + rank)  # for dropout; DDP broadcasts rank 0's parameters
     data = image_data(args.dataset, args.data_dir)  # one process per node downloads
     # Rank r gets the samples r, r + W, r + 2 W, ... of a permutation. Without drop_last, the
     # sampler would repeat some samples, and the loader's last batch would be incomplete.

@@ -21,7 +21,7 @@ class Args(RunArgs):
     """group normalizes each sample; batch normalizes each micro-batch, which torchvision's weights
     require."""
     stages: Annotated[int, arg(metavar="P")] = 0
-    """Stages per replica: N ranks form N / P replicas. 0 means one replica, a stage per rank."""
+    """Stages per replica. N ranks form N / P replicas; 0 means one replica of N stages."""
     cuts: Annotated[tuple[str, ...], arg(metavar="BLOCK ...")] = ()
     """First block of each stage but the first, such as layer2.0; default: equal block counts."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
@@ -34,7 +34,7 @@ class Args(RunArgs):
     """Height and width of the images, in pixels."""
     epochs: int = 5
     batch_size: Annotated[int, arg(aliases=["-b"])] = 96
-    """GLOBAL batch size in samples, divided by the number of replicas."""
+    """GLOBAL batch size in samples, split evenly among the replicas."""
     lr: float = 1e-3
     """Learning rate of AdamW."""
     out: Path = Path("runs/resnet_pipeline")

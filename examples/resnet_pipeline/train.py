@@ -79,7 +79,7 @@ def main_worker(local_rank: int, args: Args) -> None:
                 averaged += [b for b in stage.buffers() if b.is_floating_point()]  # BatchNorm's
                 all_reduce_mean(averaged, replica_group)
             optimizer.step()
-            run.log(loss * stages)  # Run averages over all ranks; only last stages have a loss
+            run.log(loss * stages)  # the mean over all ranks; only last stages have a loss
         batches = ((normalize(x, device, torch.channels_last), y) for x, y in test_loader)
         evaluation = evaluate(pipeline, batches, test_samples, run.autocast, replica_group)
         if run.end_epoch(evaluation.metrics, score=evaluation.metrics["accuracy"]):

@@ -6,7 +6,7 @@
 
 The number of ranks must divide the batch size, and affects the result only through rounding.
 `plain_ddp.py` trains this model in one file with plain torch; `further/language_model.py` is this
-file with its four places changed.
+file with the four marked places changed.
 """
 
 import torch

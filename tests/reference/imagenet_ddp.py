@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 from examples.imagenet_ddp.args import Args
 from tests.reference import Reference, batches, digits, judged
 
-MODEL = ["-a", "mobilenet_v3_small", "--image-size", "32", "--lr", "0.02", "--epochs", "2"]
+MODEL = ["-a", "mobilenet_v3_small", "--image-size", "32", "--lr", "0.005", "--epochs", "2"]
 CASES = [
     # 12 classes, the last one not in val; 5 batches of 12 of 66 images; loader workers
     ["{data}", *MODEL, "-b", "12", "--accumulate", "2", "--ema", "0.6", "-j", "2", "--seed", "3"],

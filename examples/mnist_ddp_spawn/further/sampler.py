@@ -76,7 +76,7 @@ def groups() -> None:
     total = torch.tensor([dist.get_rank()])
     if dist.get_rank() in members:
         dist.all_reduce(total, group=group)
-    show(f"new_group({members}): members have the sum, other ranks keep their rank", total.tolist())
+    show(f"new_group({members}): members get the sum, other ranks keep their value", total.tolist())
 
 
 if __name__ == "__main__":
