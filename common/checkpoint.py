@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from common.ddp import unwrapped
 from common.launch import NodeArgs, UserError
 
-# A resumed run may change these flags, but `check_flags` rejects a different seed or batch size.
+# `check_flags` does not warn if these flags change, but rejects a different seed or batch size.
 FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "deterministic"}
 WRAPPERS = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
 
@@ -61,7 +61,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; check space and permissions") from None
-    # Delete later ones, too: they are damaged, or this run was resumed from an earlier step.
+    # Also delete later checkpoints: they are damaged, or this run was resumed from an earlier one.
     others = checkpoints(path.parent)
     for other in {*others} - {*[p for p in others if p <= path][:2]}:
         other.unlink(missing_ok=True)

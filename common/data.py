@@ -76,7 +76,7 @@ def image_data(name: str, folder: Path) -> ImageData:
         if missing and os.environ.get("LOCAL_RANK", "0") == "0":
             _download(name, folder)
         if dist.is_initialized():
-            dist.barrier()  # the other ranks on the node wait for the files
+            dist.barrier()  # all ranks wait until every node has the files
     return _normalized(name, _read_split(root, "train"), _read_split(root, "t10k"))
 
 

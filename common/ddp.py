@@ -17,7 +17,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
 
     After its first backward pass, DDP rearranges its buckets in the order in which gradients became
     ready. With 3 or more ranks, the arrangement determines the order of additions. The first step
-    after resuming would therefore differ in the last bits from that step of an uninterrupted run.
+    after resuming would then differ in the last bits from the same step of an uninterrupted run.
     This call runs a backward pass before every run's first step. The loss is the sum of parameters;
     the model itself is not called. Parameters, buffers and random generators do not change.
 
@@ -90,7 +90,7 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
         data = buffer.contiguous()  # a copy if the buffer is a non-contiguous view
         dist.broadcast(data, group=group, group_src=0)
         if data is not buffer and dist.get_rank(group) != 0:
-            if 0 in buffer.stride():  # expanded: its elements share memory
+            if 0 in buffer.stride():  # expanded: its elements share memory, so copy_ would raise
                 buffer.set_(data)
             else:
                 buffer.copy_(data)

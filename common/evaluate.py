@@ -95,10 +95,10 @@ def write_predictions(
     """Write one row per sample to a csv file, on rank 0; `columns` are additional columns."""
     if dist.get_rank() != 0:
         return
-    import pandas as pd  # only rank 0 needs it
+    import pandas as pd  # slow to import; only rank 0 needs it
 
     table = pd.DataFrame({"label": evaluation.targets, "prediction": evaluation.predictions})
     table["label_name"] = [class_names[label] for label in table["label"]]
     table["prediction_name"] = [class_names[label] for label in table["prediction"]]
     table = table.assign(**columns)
-    table.to_csv(path, index_label="index", lineterminator="\r\n")  # quotes all line breaks
+    table.to_csv(path, index_label="index", lineterminator="\r\n")  # quotes fields with \r or \n

@@ -33,7 +33,7 @@ WAITS = {"torch/utils/data/": "data", "torch/distributed/": "ranks", "torch/auto
 def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool) -> None:
     """Write this rank's state to `folder`/rank-R.json; `frames` is the main thread's stack.
 
-    Only the main thread may set `collectives`, which reads the flight recorder.
+    `collectives=True` reads the flight recorder, and is allowed only in the main thread.
     """
     files = " ".join(frame.filename for frame in frames)
     own = [f for f in frames if "/lib/python" not in f.filename and "/common/" not in f.filename]
@@ -146,7 +146,7 @@ def answer(descriptor: int, folder: Path) -> None:
         return
     time.sleep(0.5)
     path = folder / f"rank-{os.environ['RANK']}.json"
-    if not path.exists() or path.stat().st_mtime < asked - 0.5:  # this thread may start late
+    if not path.exists() or path.stat().st_mtime < asked - 0.5:  # the report may precede `asked`
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         write_report(folder, traceback.extract_stack(frame), collectives=False)
 

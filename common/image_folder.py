@@ -134,7 +134,7 @@ def _class_folders(root: Path) -> dict[str, str]:
 
 
 def _visible(folder: str) -> list[os.DirEntry[str]]:
-    """Return a folder's entries, without hidden ones: files, then folders, each sorted by name."""
+    """Return a folder's visible entries: files, then folders, each sorted by name."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_dir(), entry.name))
     except OSError as error:

@@ -94,7 +94,7 @@ def image_loaders(
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         timeout=timeout if workers else 0,
-        generator=torch.Generator(),  # the model uses the global generator, for dropout
+        generator=torch.Generator(),  # leaves the global generator to the model's dropout
     )
     sampler = ResumableSampler(train, replicas, rank, seed=seed, drop_last=True)
     shard = DistributedSampler(test, replicas, rank, shuffle=False)
@@ -140,7 +140,7 @@ def _enlarged_digits(size: int) -> list[InMemoryImages]:
 
 
 def _check_same_on_all_ranks(data: Path, samples: Sequence[tuple[str, int]]) -> None:
-    """Check that all nodes have the same files, because the folder names determine the labels."""
+    """Check that all nodes have the same files: paths determine labels and sample order."""
     files = repr([(path[len(str(data)) :], label) for path, label in samples])
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(files.encode()).digest())

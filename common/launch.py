@@ -111,7 +111,7 @@ def launched() -> bool:
 def place(args: RunArgs, local_rank: int) -> Place:
     """Return this process's ranks and world sizes, and set torchrun's environment variables.
 
-    `local_rank` is this process's index on its machine; torchrun and srun set LOCAL_RANK instead.
+    `local_rank` is this process's index on its machine; it is ignored under torchrun and srun.
     """
     env = os.environ
     if launched():
@@ -162,7 +162,7 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
     which runs one. It imports torch, so it is imported after the flags are read.
     """
     args = read_args(args_class, module.removesuffix(".train"))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is imported: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C while torch is imported
     local_rank = code = 0
     if launched():
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
@@ -172,7 +172,7 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
 
             args = replace(args, nproc=max(1, torch.cuda.device_count()))
         print(f"starting {args.nproc} process(es) ...", flush=True)
-    if args.nproc == 1:  # always under torchrun and srun
+    if args.nproc == 1:  # always true under torchrun and srun
         importlib.import_module(module).main_worker(local_rank, args)
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +221,7 @@ def expand_home(args: Any) -> Any:
 
 @contextlib.contextmanager
 def one_line_errors() -> Generator[None]:
-    """Print a UserError as one line and exit with code 2; for programs that start no ranks."""
+    """Print a UserError as one line and exit with code 2, in code that `record` does not cover."""
     try:
         yield
     except UserError as error:

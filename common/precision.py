@@ -41,7 +41,7 @@ def set_kernels(deterministic: bool, device: torch.device) -> None:
         return
     backends: Any = torch.backends  # properties that type checkers do not see
     backends.fp32_precision = "ieee"
-    # With torch 2.11, convolutions keep their default unless it is set explicitly.
+    # With torch 2.11, convolutions keep TF32 unless their own precision is set.
     backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
     backends.cuda.matmul.fp32_precision = "ieee"
     backends.cudnn.benchmark = not deterministic  # tries the algorithms once per shape

@@ -1,7 +1,7 @@
 """Initialize a rank and report its errors.
 
 `init_distributed` calls `torch.cuda.set_device` and `dist.init_process_group`, and names missing
-ranks. `record` replaces torch's decorator of the same name. It prints an error once per job and
+ranks. `record`, which replaces torch's decorator of that name, prints an error once per job and
 sets an exit code for the scheduler.
 
 | code | meaning | a scheduler should |
@@ -144,7 +144,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             return main_worker(local_rank, args)
         except (Exception, Stopped) as error:
             received = list[int]()
-            for signum in STOP_SIGNALS:  # the launcher now stops all ranks
+            for signum in STOP_SIGNALS:  # the launcher now signals all ranks
                 signal.signal(signum, lambda signum, _: received.append(signum))
             # Limit the time: if the store's host has exited, each request blocks for --timeout.
             threading.Timer(30, os._exit, (LOST,)).start()

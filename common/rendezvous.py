@@ -53,7 +53,7 @@ def _connect(here: Place, seconds: float) -> dist.Store:
 
 
 def _await_host(address: tuple[str, int], seconds: float) -> None:
-    """Wait until the store's host accepts connections; its DNS name may not exist yet."""
+    """Wait until the store's host accepts connections; the host's DNS name may not exist yet."""
     for _ in _attempts(seconds):  # TCPStore also waits, but prints C++ frames on failure
         with contextlib.suppress(OSError):
             return socket.create_connection(address, timeout=1).close()
@@ -73,9 +73,9 @@ def _attempts(seconds: float) -> Iterator[None]:
 
 
 def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
-    """Join the current attempt to run the job; return a view of the store for its ranks.
+    """Join the current attempt to run the job; return a view of the store for this attempt.
 
-    torchrun keeps one store across all restarts, so it still contains the addresses of exited
+    torchrun keeps one store across all restarts, so the store still contains addresses of exited
     processes. Each process therefore registers under a random ID, and rank 0 publishes the list of
     IDs. Once every rank has acknowledged a list, that list defines the job.
     """

@@ -77,7 +77,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         self.flags = json.loads(json.dumps(asdict(args), default=str))  # plain values
         self._losses: list[Tensor] = []  # this rank's losses, not yet averaged
-        self._loss_sum, self._loss_count = 0.0, 0  # of this epoch's losses
+        self._loss_sum, self._loss_count = 0.0, 0  # sum and number of this epoch's losses
         self._epochs, self._speed = args.epochs, 0.0
         self._began = time.perf_counter()
         self._log = Log(args.out, active=self.rank == 0)
@@ -160,7 +160,7 @@ class Run:
         for name in self.flags.keys() - checkpoint.FREE | {"seed", "batch_size"}:
             if len(values := {str(flags.get(name)) for *_, flags in found}) > 1:
                 self.warn(f"the ranks were started with different --{name}: {sorted(values)}")
-        if self.rank == 0:  # tools/hang.py sends its signal to these processes
+        if self.rank == 0:  # tools/hang.py sends SIGUSR1 to these processes
             self._lock.truncate(0)
             self._lock.write("".join(f"{host} {pid}\n" for _, host, pid, _ in found))
             self._lock.flush()
@@ -238,7 +238,7 @@ class Run:
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
                 sampler.skip(skipped * (loader.batch_size or 1))
-            # Loader workers draw different numbers on each rank, but the same ones after resuming.
+            # Loader workers draw different numbers on each rank, but repeat them after resuming.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
         for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
@@ -258,7 +258,7 @@ class Run:
             yield batch
             self.batch += 1
             self.step += 1
-            if self.batch == first + 1 < total:  # the first step is slower than the others
+            if self.batch == first + 1 < total:  # the speed excludes the slow first step
                 began = time.perf_counter()
             self._end_step(total)
         seconds, steps = time.perf_counter() - began, max(1, total - first - 1)
@@ -279,7 +279,7 @@ class Run:
             self.save()
 
     def log(self, loss: Tensor) -> None:
-        """Store this rank's mean loss for a step. Reading its value here would block the host."""
+        """Store this rank's mean loss for a step. Reading the value here would block the host."""
         self._losses.append(loss.detach())
 
     def _average_losses(self) -> float:
