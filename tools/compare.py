@@ -32,7 +32,7 @@ def read(folder: Path) -> dict[str, Any]:
 def main(runs: Positional[list[Path]]) -> None:
     """Print a table of all results, and of the flags that differ between the runs."""
     table = pd.DataFrame({str(run): read(run) for run in runs})
-    hidden = table.index.str.startswith("--") | table.index.isin(MACHINE)  # only if equal
+    hidden = table.index.str.startswith("--") | table.index.isin(MACHINE)  # if equal in all runs
     print(table[~hidden | (table.nunique(axis=1) > 1)].fillna("-").to_string(max_colwidth=32))
 
 

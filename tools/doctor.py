@@ -106,7 +106,7 @@ def check_master(host: str, port: int) -> Finding:
 
 
 def check_devices(wanted: str, local_rank: int, ranks: int) -> Iterator[Finding]:
-    """Check this rank's CUDA device; if it is the only rank, check all devices."""
+    """Check CUDA devices local_rank, local_rank + ranks, ...; a single rank checks all devices."""
     count = torch.cuda.device_count()
     if not count and (wanted == "cuda" or any(Path("/dev").glob("nvidia[0-9]*"))):
         remedy = f"check with nvidia-smi that the driver supports CUDA {torch.version.cuda}"
