@@ -43,7 +43,7 @@ def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
     """Time one core, the eight steps and DDP for a batch size, in seconds. Both ranks call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     images, labels = torch.randn(batch, 1, 28, 28), torch.arange(batch) % 10
-    torch.set_num_threads(world_size)  # EightSteps divides them among its threads
+    torch.set_num_threads(world_size)  # EightSteps divides this number by its thread count
     eight = EightSteps(DigitNet(28, 10), [torch.device("cpu")] * world_size)
     torch.set_num_threads(1)
     chunk = slice(rank, None, world_size)
@@ -51,7 +51,7 @@ def compare_steps(batch: int, rounds: int) -> dict[str, list[float]]:
         ONE: make_step(DigitNet(28, 10), images, labels),
         EIGHT: make_step(eight, images, labels),
     }
-    if rank > 0:  # rank 0 uses this core for its second thread
+    if rank > 0:  # rank 0's second thread uses this rank's core
         steps = dict.fromkeys(steps, lambda: None)
     steps[DDP] = make_step(DistributedDataParallel(DigitNet(28, 10)), images[chunk], labels[chunk])
     repeats = max(4, 2048 // batch)

@@ -5,7 +5,7 @@
 
 The recipe of pytorch/examples uses Pillow, RandomResizedCrop, RandomHorizontalFlip, ToTensor and
 Normalize. It trains in float32 with torch's default memory format and kernels, and reads the loss
-in each step. Data loading uses one core. Each program reuses a small set of random images.
+in each step. Data loading uses one core. Training reuses a small set of random images.
 """
 
 import re

@@ -55,7 +55,7 @@ class ChannelsLast(nn.Module):
 
 
 def optimized(modules: list[nn.Module], forward_backward: Step) -> Step:
-    """Return a training step: zero the gradients, call a function, and update parameters."""
+    """Return a training step: zero the gradients, call a function, and update the parameters."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     optimizer = torch.optim.SGD(parameters, 1e-3, fused=True)
 

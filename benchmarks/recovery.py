@@ -4,8 +4,8 @@
 
 A training run on 2 ranks is disturbed several times at random moments: a rank is killed, all
 processes are killed, or the run receives SIGTERM. It is then restarted with `--resume auto`. Losses
-and parameters must be bit-identical to a run without disturbances. With one rank, they are equal up
-to rounding.
+and parameters must be bit-identical to a run without disturbances. A run on one rank has the same
+losses up to rounding.
 
 After the loss of a rank, a restart from a checkpoint is compared with torchft (`pip install
 torchft`), whose other rank continues alone. torchft is run with its default timeout for heartbeats,
@@ -61,7 +61,7 @@ def disturb(process: subprocess.Popen[str], out: Path, choice: random.Random) ->
     else:
         with suppress(ProcessLookupError):
             ranks = [int(line.split()[-1]) for line in (out / "lock").read_text().splitlines()]
-            own = [rank for rank in ranks if os.getsid(rank) == process.pid]  # no earlier run
+            own = [rank for rank in ranks if os.getsid(rank) == process.pid]  # this run's ranks
             os.kill(choice.choice(own or [process.pid]), signal.SIGKILL)
     return kind
 
