@@ -15,7 +15,7 @@ from common.launch import UserError
 from .data import ID2LABEL, refuse_lfs_pointer
 
 LABELS: Any = {"id2label": ID2LABEL, "label2id": {name: label for label, name in ID2LABEL.items()}}
-# Longer words become [UNK]. The default is 100 characters, but a whole Thai sentence is one word.
+# Words longer than this become [UNK]. The default is 100, but a whole Thai sentence is one word.
 LONGEST_WORD = 1_000_000
 SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -76,7 +76,7 @@ def pretrained(
     if max_length > positions:
         text = f"--max-length {max_length} exceeds the {positions} positions of {folder}"
         raise UserError(f"{text}; use at most {positions}")
-    if len(tokenizer) > rows:  # embeddings may be padded
+    if len(tokenizer) > rows:  # fewer tokens are fine: embeddings may be padded
         text = f"the vocabulary of --model {folder} has {len(tokenizer)} tokens"
         raise UserError(f"{text}, but the model has embeddings for {rows}; use its own vocabulary")
     # `loaded` would be saved with the parameter names from its file, such as LayerNorm.gamma. The

@@ -115,6 +115,6 @@ def main_worker(local_rank: int, args: Args) -> None:
     run.finish(bert, device_ids=device_ids)
     if rank == 0:  # the best model, for predict.py, from_pretrained and pipeline
         bert.load_state_dict(load_weights(args.out / "best.safetensors")[0])
-        bert.save_pretrained(args.out / "model")  # `bert` is parallel.module.bert
+        bert.save_pretrained(args.out / "model")  # the wrappers lack this method
         tokenizer.save_pretrained(args.out / "model")
     dist.destroy_process_group()

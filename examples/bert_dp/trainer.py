@@ -70,7 +70,7 @@ def train(args: Args) -> None:
         load_best_model_at_end=True,
         use_cpu=not cuda,  # otherwise, CPU processes would not join a process group
         dataloader_pin_memory=cuda,
-        ddp_find_unused_parameters=False,  # all are used; a search for unused ones takes time
+        ddp_find_unused_parameters=False,  # all parameters are used; a search would only take time
         average_tokens_across_devices=False,  # otherwise, the loss is scaled by the world size
         report_to="none",
         seed=args.seed,

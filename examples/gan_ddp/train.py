@@ -84,7 +84,7 @@ def main_worker(local_rank: int, args: Args) -> None:
 
             with run.autocast:
                 fake = generator(noise).float()  # the generator's only forward pass
-                # The discriminator's only forward pass; detach keeps gradients from the generator.
+                # The discriminator's only forward pass; detach stops gradients to the generator.
                 logits = discriminator(torch.cat([real, fake.detach()])).float()  # [2 B / W]
             on_real, on_fake = logits.split(local_batch)
             loss = F.softplus(-on_real).mean() + F.softplus(on_fake).mean()
@@ -92,7 +92,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             loss.backward()  # the discriminator's only backward pass: DDP averages its gradients
             optimizer_d.step()
 
-            # Unwrap and freeze the discriminator: DDP would send its gradients, which are unused.
+            # Unwrapped, the discriminator sends nothing; frozen, it computes no weight gradients.
             critic = discriminator.module.requires_grad_(False)
             with run.autocast:
                 fooled = F.softplus(-critic(fake).float()).mean()

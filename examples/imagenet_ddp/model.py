@@ -118,7 +118,7 @@ class ExponentialAverage(AveragedModel):
     """Exponential moving average of weights that does not make the host wait for the GPU.
 
     In each update, AveragedModel copies the number of updates to the device and waits for the copy.
-    The average starts with step 1's weights; each later step keeps the fraction `decay` of it.
+    The average starts with step 1's weights; later steps keep the fraction `decay` of the average.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -128,7 +128,7 @@ class ExponentialAverage(AveragedModel):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the model's weights and buffers."""
-        if self.n_averaged == 0:  # a CPU tensor
+        if self.n_averaged == 0:  # a CPU tensor, so the host does not wait
             super().update_parameters(model)
             return
         own, new = self.module.state_dict(), model.state_dict()

@@ -49,7 +49,7 @@ def send_and_receive(rank: int, world_size: int) -> None:
         work = dist.isend(value, dst=1) if rank == 0 else dist.irecv(value, src=0)
         print(f"rank {rank} started {'sending' if rank == 0 else 'receiving'}", flush=True)
         assert work is not None
-        work.wait()  # until it returns, do not touch the tensor
+        work.wait()  # do not touch the tensor until wait() returns
     show("isend from rank 0, irecv on rank 1, wait", before, value)
 
 
@@ -98,7 +98,7 @@ def reductions(rank: int, world_size: int) -> None:
 
     parts = [torch.tensor([10.0 * peer + rank]) for peer in range(world_size)]
     received = torch.tensor([-1.0])
-    dist.reduce_scatter(received, parts)  # half of a ring all-reduce; all_gather is the rest
+    dist.reduce_scatter(received, parts)  # half of a ring all-reduce; all_gather is the other half
     show("reduce_scatter(SUM)", text(parts), received)
 
 

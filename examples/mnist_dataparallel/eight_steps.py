@@ -95,7 +95,7 @@ class EightSteps(nn.Module):
 
     def _in_threads(self, work: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
         """Call `work` in a separate thread for each replica, and return the results in order."""
-        enabled = torch.is_grad_enabled()  # a thread does not inherit it
+        enabled = torch.is_grad_enabled()  # threads do not inherit this setting
 
         def on_device(device: torch.device, *own: Any) -> Any:
             current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()

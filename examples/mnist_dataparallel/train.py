@@ -92,7 +92,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
             optimizer.zero_grad()
             loss.backward()  # in threads; sums the replicas' gradients
-            if world_size > 1:  # several machines; DDP cannot wrap DataParallel
+            if world_size > 1:  # several processes; DDP cannot wrap DataParallel
                 all_reduce_mean(p.grad for p in model.parameters() if p.grad is not None)
             optimizer.step()
             scheduler.step()

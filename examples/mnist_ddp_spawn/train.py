@@ -64,7 +64,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         sampler=sampler,  # shuffles
         drop_last=True,
         num_workers=args.workers,
-        worker_init_fn=None,  # called in each worker, for example to open a file
+        worker_init_fn=None,  # a function to call in each worker, for example to open a file
         pin_memory=cuda,  # allows asynchronous copies
     )
     # Without drop_last, this sampler repeats samples; `evaluate` removes the repeats.
@@ -102,7 +102,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         # Each rank evaluates its own samples; `evaluate` restores the dataset's order.
         evaluation = evaluate(model, test_loader, len(data.test), run.autocast)
         metrics = evaluation.metrics | report(evaluation)
-        if run.end_epoch(metrics, score=metrics["accuracy"]):  # True if it is the best so far
+        if run.end_epoch(metrics, score=metrics["accuracy"]):  # True for the best epoch so far
             write_predictions(args.out / "predictions.csv", data.class_names, evaluation)
     run.finish(model)
     dist.destroy_process_group()
@@ -115,6 +115,6 @@ def report(evaluation: Evaluation) -> dict[str, float]:
     metrics = dict(zip(("precision", "recall", "f1"), map(float, macro[:3]), strict=True))
     scores = evaluation.scores.numpy()
     if len(set(targets)) == scores.shape[1]:
-        scores = scores[:, 1] if scores.shape[1] == 2 else scores  # for scikit-learn
+        scores = scores[:, 1] if scores.shape[1] == 2 else scores  # for scikit-learn's binary AUC
         metrics["auc"] = float(roc_auc_score(targets, scores, multi_class="ovr"))
     return metrics

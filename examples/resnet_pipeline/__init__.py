@@ -1,1 +1,1 @@
-"""A ResNet cut into stages, one per process, which work on different micro-batches."""
+"""A ResNet cut into stages, one per process; the stages work on different micro-batches."""

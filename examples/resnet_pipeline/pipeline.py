@@ -1,8 +1,8 @@
 """Pipeline parallelism: one process per stage, each working on a different micro-batch.
 
 A model is cut into P stages and a batch into M micro-batches. A stage executes a list of actions:
-F2 is the forward pass of micro-batch 2, which sends activations to the next stage; B2 is its
-backward pass, which sends a gradient to the previous stage. Each rank computes its list from
+F2 is the forward pass of micro-batch 2 and sends activations to the next stage; B2 is its
+backward pass and sends a gradient to the previous stage. Each rank computes its list from
 (stage, P, M), without messages. A column is a unit of time, and a dot is idle time. P = 3, M = 4:
 
     GPipe (https://arxiv.org/abs/1811.06965): all forward passes, then all backward passes
@@ -21,7 +21,7 @@ Time: in both schedules, a stage works for 2 M columns and waits for 2 (P - 1) c
 fraction, or bubble, is (P - 1) / (M + P - 1).
 
 Memory: between F2 and B2 a stage keeps the activations of micro-batch 2. GPipe keeps the
-activations of all M micro-batches. In 1F1B, stage s keeps those of at most P - s, because it runs
+activations of all M micro-batches. In 1F1B, stage s keeps at most P - s of them, because it runs
 only P - s forward passes before B0. M can therefore grow without increasing the memory use.
 """
 
@@ -49,7 +49,7 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
 
 
 def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: one F per stage after it, then alternating F and B."""
+    """Return the actions of a stage: one F per later stage, then alternating F and B."""
     ahead = min(stages - 1 - stage, micro_batches)
     actions = [Action("F", micro) for micro in range(ahead)]
     for micro in range(ahead, micro_batches):
@@ -76,7 +76,7 @@ def new_group(rows: Tensor, timeout: float) -> dist.ProcessGroup:
 
 
 class Pipeline(nn.Module):
-    """One stage of a pipeline, which communicates with the previous and the next stage.
+    """One stage of a pipeline; it communicates with the previous and the next stage.
 
     `stage` has one input and one output tensor. Micro-batches differ in size by at most one sample.
     `timeout` is the maximum wait for a message, in seconds.
@@ -204,7 +204,7 @@ class Pipeline(nn.Module):
         shape, dtype = self.announcement
         message = torch.empty(samples, *shape, dtype=dtype, device=self.message_device)
         dist.recv(message, group=group, group_src=stage)
-        # A leaf of the autograd graph, so that its gradient is stored in `.grad`.
+        # Make the tensor a leaf of the graph, so that its gradient is stored in `.grad`.
         return from_message(message.to(self.device)).requires_grad_(torch.is_grad_enabled())
 
     def receive_gradient(self, y: Tensor) -> Tensor:

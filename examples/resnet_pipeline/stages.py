@@ -15,7 +15,7 @@ NORMS = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
 
 def build(arch: str, classes: int, norm: str) -> nn.Module:
     """Return the un-split model, a ResNet from torchvision."""
-    # Residual blocks start as identities, which eases optimization (arXiv:1706.02677).
+    # Residual blocks start as identities to ease optimization (arXiv:1706.02677).
     return get_model(arch, num_classes=classes, norm_layer=NORMS[norm], zero_init_residual=True)
 
 

@@ -43,7 +43,7 @@ class WholeOptimizer:
         self.names = [name for name, _ in stage.named_parameters()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state; on other stages, it contains only the group. Every rank calls this."""
+        """Return the state on stage 0, and only the group on others. Every rank calls this."""
         state, (group,) = self.optimizer.state_dict().values()
         own = {self.names[number]: on_cpu(values) for number, values in state.items()}
         return {"state": gather(own, self.pipe), "group": group | {"params": []}}

@@ -5,8 +5,8 @@
     python -m examples.resnet_pipeline --nproc 4 --stages 2     # two replicas of two stages
 
 Read two_devices.py first. pipeline.py contains the schedules and messages, and stages.py the cuts.
-The result equals that of the un-split ResNet with gradient accumulation over micro-batches. With
---norm group, it does not depend on the numbers of micro-batches and replicas either.
+The un-split ResNet with gradient accumulation over micro-batches gives the same result. With
+--norm group, the result does not depend on the numbers of micro-batches and replicas either.
 """
 
 import torch
@@ -69,14 +69,14 @@ def main_worker(local_rank: int, args: Args) -> None:
 
     for epoch in run.epochs(args.epochs):
         train_loader.sampler.set_epoch(epoch)  # without this, every epoch has the same order
-        for pixels, labels in run.steps(train_loader):  # equal on all stages of a replica
+        for pixels, labels in run.steps(train_loader):  # labels are equal within a replica
             images = normalize(pixels, device, torch.channels_last)  # [B / D, 3, H, W]
             optimizer.zero_grad()
             with run.autocast:  # around all micro-batches, to cast weights once per step
                 loss = pipeline.step(images, labels.to(device, non_blocking=True))
             if replicas > 1:
                 averaged = [p.grad for p in stage.parameters() if p.grad is not None]
-                averaged += [b for b in stage.buffers() if b.is_floating_point()]  # BatchNorm's
+                averaged += [b for b in stage.buffers() if b.is_floating_point()]  # running stats
                 all_reduce_mean(averaged, replica_group)
             optimizer.step()
             run.log(loss * stages)  # the mean over all ranks; only last stages have a loss

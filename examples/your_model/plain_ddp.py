@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
     torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # resumes runs/plain_ddp.pt
 
-The number of ranks must divide the batch size. It affects the result only through rounding.
+The number of ranks must divide the batch size, and affects the result only through rounding.
 `train.py` adds a clean stop, exact resuming, mixed precision and logs for long runs.
 """
 
@@ -43,7 +43,7 @@ def accuracy(model: nn.Module, rows: Tensor, labels: Tensor) -> float:
 
 
 def main() -> None:
-    """Train on one rank; torchrun starts all of them."""
+    """Train on one rank; torchrun starts all ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=48, help="global batch size")
@@ -74,7 +74,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
     optimizer = AdamW(model.parameters(), args.lr)
     first_epoch = 0
-    if args.resume and CHECKPOINT.exists():  # every rank reads it; no name starts with "module."
+    if args.resume and CHECKPOINT.exists():  # all ranks read the file; names lack "module."
         saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

@@ -1,4 +1,4 @@
-"""Send gradients while the backward pass computes others, like DistributedDataParallel.
+"""Send gradients while the backward pass computes more of them, like DistributedDataParallel.
 
     python -m examples.manual_allreduce_sgd.further.buckets --nproc 2
 

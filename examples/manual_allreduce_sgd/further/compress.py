@@ -77,7 +77,7 @@ class PowerSGD(Compressor):
     """Sends factors [a, r] and [r, b] of each gradient [a, b] (https://arxiv.org/abs/1905.13727).
 
     Args:
-        shapes: (a, b) of each gradient, which is sent whole if its factors would not be smaller.
+        shapes: (a, b) of each gradient, sent whole if its factors would not be smaller.
         rank: the inner dimension r of the factors.
     """
 

@@ -50,7 +50,7 @@ class Outer:
 def train(model: nn.Module, outer: Outer | None, every: int, epochs: int) -> float:
     """Train on the digits; return the accuracy on the test set. Every rank calls this.
 
-    `outer` combines the models once per `every` steps; if it is None, gradients are averaged.
+    `outer` combines the models once per `every` steps; if `outer` is None, gradients are averaged.
     """
     data = image_data("digits", Path())
     (images, labels), (test_images, test_labels) = data.train.tensors, data.test.tensors

@@ -5,7 +5,7 @@
 Each rank writes its numbers to a row in shared memory. Rank r then adds up chunk r of all rows and
 writes the sum to an extra row: a reduce-scatter. Every rank can read all sums there, so no
 all-gather is needed. Jia et al. (2018, https://arxiv.org/abs/1807.11205) sum in this way within a
-node, and with a ring between nodes. Gradients can be views of the row, so that nothing is copied.
+node, and with a ring between nodes. Gradients can be views of a rank's row, to avoid a copy.
 """
 
 import mmap
@@ -26,8 +26,8 @@ TIMEOUT = 60.0  # seconds: maximum wait for another rank
 class SharedMemory:
     """Shared memory for one float tensor [n] per rank, with at least 2 ranks, and for their sum.
 
-    Create it before the ranks are forked. The memory is anonymous, so it is freed when the last
-    process exits, and a container's small /dev/shm does not limit it.
+    Create the object before the ranks are forked. The memory is anonymous, so it is freed when the
+    last process exits, and a container's small /dev/shm does not limit it.
     """
 
     def __init__(self, world_size: int, n: int) -> None:

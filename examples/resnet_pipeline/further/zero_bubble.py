@@ -55,7 +55,7 @@ class ZeroBubblePipeline(Pipeline):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.micro = 0  # the current action's micro-batch
-        # Per micro-batch: layer, input, the output's edge in the graph; after I, its gradient.
+        # Per micro-batch: layer, input, the output's graph edge; after I, the output's gradient.
         self.calls: dict[int, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
         layers = [m for m in self.stage.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
         for layer in layers:
