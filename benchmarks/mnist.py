@@ -40,7 +40,7 @@ def peer(folder: Path, target: float) -> float:
             accuracy = re.search(r"Test set: .*Accuracy: (\d+)/(\d+)", line)
             if accuracy and int(accuracy[1]) / int(accuracy[2]) >= target:
                 return seconds
-    raise SystemExit("error: the peer did not reach the target")
+    raise SystemExit("error: pytorch/examples did not reach the target")
 
 
 def measure(args: Measurement) -> Result:
@@ -48,7 +48,7 @@ def measure(args: Measurement) -> Result:
     target = 0.9 if args.quick else 0.99
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary, "data")
-        shutil.copytree(args.data / "mnist", data)  # torchvision unpacks files in this folder
+        shutil.copytree(args.data / "mnist", data)  # a copy: torchvision unpacks files in it
         programs = {
             "1 process": partial(ours, 1, data, target),
             "2 processes": partial(ours, 2, data, target),

@@ -16,7 +16,7 @@ from benchmarks.harness import RESULTS
 
 HEAD = """# Benchmarks
 
-Each program of this folder compares ours with a peer in one run:
+Each program of this folder compares this project with a baseline in one run:
 
 ```sh
 python -m benchmarks.NAME             # measures, and writes results/NAME.json

@@ -36,7 +36,7 @@ class Run:
     """Bookkeeping for a training loop: resume, save, stop all ranks together, and log.
 
     `Run` never calls the model, the loss, backward or the optimizer. Every rank creates a `Run`
-    after the objects whose state it restores, and calls its methods.
+    after the objects whose state `Run` restores, and calls its methods.
 
     Args:
         args: the flags.

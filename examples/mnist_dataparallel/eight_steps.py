@@ -86,7 +86,7 @@ class EightSteps(nn.Module):
         chunks = [chunk.to(x.device) for chunk, x in zip(chunks, outputs, strict=True)]
         if self.devices[0].type == "cpu":
             self._in_threads(torch.autograd.backward, outputs, chunks)
-        else:  # this runs in autograd's thread for device 0; other threads would wait for it
+        else:  # this hook occupies autograd's thread for device 0, which other threads would need
             torch.autograd.backward(outputs, chunks)
         self.show("6 loss, scatter its gradient, backward, one thread per device", chunks)
 

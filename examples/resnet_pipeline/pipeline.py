@@ -105,7 +105,7 @@ class Pipeline(nn.Module):
         self.message_device = self.device if nccl else torch.device("cpu")
         self.announced = False  # True once the shape of the outputs has been sent
         self.announcement: list[Any] = []  # shape and type of the inputs, once received
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, from F to B
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # inputs and outputs, kept from F to B
         self.sending: dict[Action, tuple[dist.Work, Tensor]] = {}
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class ZeroBubblePipeline(Pipeline):
             super().execute(action._replace(kind=action.kind.replace("I", "B")))
 
     def compute_backward(self, micro: int, x: Tensor, y: Tensor, gradient: Tensor | None) -> None:
-        """Set `x.grad`, and accumulate the gradients of the norm layers from the same call."""
+        """Set `x.grad`, and accumulate the norm layers' gradients, with one autograd call."""
         calls, leaves = self.calls[micro], [*self.norms, *([x] if x.requires_grad else [])]
         gradients = torch.autograd.grad(y, leaves + [edge for *_, edge in calls], gradient)
         for leaf, own in zip(leaves, gradients, strict=False):

@@ -79,7 +79,7 @@ def main(steps: int, folder: Path) -> None:
         blocks.append(block)
     model = GPT(blocks).to(device)
     fully_shard(model, mesh=mesh)  # shards wte, wpe and lm_head
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # created after sharding
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # its state is then sharded as well
 
     first_step = 0
     # dcp.save writes .metadata last: a checkpoint without it is incomplete.

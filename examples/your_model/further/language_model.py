@@ -109,7 +109,7 @@ def main_worker(local_rank: int, args: Args) -> None:
             samples = test_ids[rank::world_size].to(device)
             logits = unwrapped(model).eval()(samples[:, :-1])
             nats = F.cross_entropy(logits.transpose(1, 2), samples[:, 1:], reduction="sum")
-        dist.all_reduce(nats)  # over all characters in the test set
+        dist.all_reduce(nats)  # now the sum over all characters in the test set
         test_loss = nats.item() / (len(test_ids) * BLOCK_SIZE)
         run.end_epoch({"loss": test_loss}, score=-test_loss)
     run.finish(model)
