@@ -104,7 +104,7 @@ def compare_input(full: Path, resized: Path, count: int, rounds: int) -> dict[st
 
 
 def train_recipe(arch: str, batch: int, steps: int, device: torch.device) -> float:
-    """Train with the recipe; return its images per second, excluding the first two steps."""
+    """Train with the recipe; return the images per second, excluding the first two steps."""
     model = models.get_model(arch).to(device)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
@@ -123,7 +123,7 @@ def train_recipe(arch: str, batch: int, steps: int, device: torch.device) -> flo
 def train_ours(
     arch: str, batch: int, steps: int, device: torch.device, *more: object, every: int = 1
 ) -> float:
-    """Run imagenet_ddp; return its images per second, excluding the first steps."""
+    """Run imagenet_ddp; return the images per second, excluding the first steps."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:  # the run is killed
         words = ("python", "-m", "examples.imagenet_ddp", "--dummy", "-a", arch, "-b", batch)
         words += ("--print-freq", every, "--device", device.type, "--out", out, *more)
