@@ -21,7 +21,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     This call runs a backward pass before every run's first step. The loss is the sum of parameters;
     the model itself is not called. Parameters, buffers and random generators do not change.
 
-    Models with sparse gradients, a static graph or parameter hooks (the hooks would run) are skipped.
+    Models with sparse gradients, a static graph or parameter hooks (they would run) are skipped.
     With 3 or more ranks, resumed and uninterrupted runs of these models differ in the last bits.
     Register communication hooks after this call, because its backward pass would run them.
     """
