@@ -109,7 +109,7 @@ def ours(data: Subset[Any], texts: list[str]) -> Callable[[], float]:
 
 
 def accuracies(csv: Path, seeds: int, epochs: int) -> dict[str, list[float]]:
-    """Return the validation accuracies of both models for each seed; the seed determines the split."""
+    """Return both models' validation accuracies for each seed; the seed determines the split."""
     words = ("python", "-m", "examples.bert_dp.further.baseline", "--csv", csv, "--seeds", seeds)
     linear = re.findall(r"^seed \d+: accuracy ([\d.]+)", harness.run(words), re.MULTILINE)
     samples = {LINEAR: [float(value) for value in linear], OURS: list[float]()}
