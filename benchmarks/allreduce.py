@@ -101,7 +101,7 @@ def compare_steps(
 
 
 def measure(args: Measurement) -> Result:
-    """Compare sums for each tensor size, compression methods and training steps."""
+    """Compare all-reduce implementations, compression methods and training steps."""
     tables, claims = dict[str, Table](), list[Claim]()
     rounds, batch, size, width = args.rounds, 8, 224, 2048
     if args.quick:

@@ -95,7 +95,7 @@ class Batches:
 
 
 def added_time(batches: Iterable[int], steps: int, log: Callable[[Tensor], object]) -> float:
-    """Return the slowest rank's milliseconds per step beyond `STEP`. Every rank calls this."""
+    """Return the slowest rank's overhead per step, in milliseconds. Every rank calls this."""
     loss, model, inputs = torch.tensor(1.0), nn.Linear(64, 64), torch.randn(16, 64)
     skipped, began, computed = steps // 4, 0.0, 0.0
     for number, _ in enumerate(batches):

@@ -17,6 +17,6 @@ class Args(RunArgs):
     """digits (included), mnist or fashion-mnist (downloaded to data/), or a folder of idx files."""
     epochs: int = 60
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
-    """GLOBAL batch size: real images per step over all ranks; as many images are generated."""
+    """GLOBAL batch size: real images per step over all ranks; the same number is generated."""
     out: Path = Path("runs/gan_ddp")
     """Folder for checkpoints, samples, metrics and the result."""

@@ -28,7 +28,7 @@ class Args(NodeArgs):
     start_epoch: Annotated[int, arg(metavar="N")] = 0
     """Start a new run with the sample order and learning rate of this epoch."""
     batch_size: Annotated[int, arg(aliases=["-b"], metavar="N")] = -1
-    """GLOBAL batch size in images; -1 means 256, or 96 with the digits."""
+    """GLOBAL batch size in images; -1 means 256, or 96 for the digits."""
     accumulate: int = 1
     """Number of micro-batches per step, for batches that do not fit into memory."""
     image_size: Annotated[int, arg(metavar="PIXELS")] = -1

@@ -65,7 +65,7 @@ def evaluation(samples: int) -> None:
     predictions = 10 * torch.tensor(indices)
     shards = [torch.empty_like(predictions) for _ in range(world_size)]
     dist.all_gather(shards, predictions)  # equal lengths, because samples are repeated
-    ordered = torch.stack(shards, dim=1).flatten()[:samples]  # row k of rank r is k * W + r
+    ordered = torch.stack(shards, dim=1).flatten()[:samples]  # row k of rank r is sample k * W + r
     show("in dataset order, without duplicates, on every rank", ordered.tolist())
 
 
