@@ -248,8 +248,9 @@ FOUR = f"__import__('{__name__}', fromlist=['x']).FourCpus(classifier)"
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> ranks.Training:
-    """Train on batches of five reviews, on one device."""
-    return ranks.run("bert_dp", 1, FIVES, out=tmp_path_factory.mktemp("bert") / "one").done()
+    """Train on batches of five reviews; the second epoch is worse than the first."""
+    flags = [*FIVES, "--epochs", "2", "--lr", "3e-3"]
+    return ranks.run("bert_dp", 1, flags, out=tmp_path_factory.mktemp("bert") / "one").done()
 
 
 def test_unequal_chunks_train_like_a_plain_loop(tmp_path: Path) -> None:
@@ -283,6 +284,7 @@ def test_predictions_and_model_are_those_of_the_best_epoch(one: ranks.Training) 
     answers = [a["label"] for a in classify(own["review"].tolist(), truncation=True)]
     assert table["prediction_name"].tolist() == answers
     assert (table["label"] == table["prediction"]).mean() == one.result["best"]
+    assert one.result["best"] > one.result["metrics"]["accuracy"]
     assert torch.equal(
         load_file(one.out / "model/model.safetensors")["classifier.weight"],
         load_file(one.out / "best.safetensors")["classifier.weight"],
