@@ -177,7 +177,7 @@ def test_folder_of_another_run_is_locked(tmp_path: Path) -> None:
     with (tmp_path / "out" / "lock").open("w") as lock:
         lock.write("processes of that run")
         lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # even a shared lock is enough
         training = run(2, [], tmp_path / "out")
     assert (tmp_path / "out" / "lock").read_text() == "processes of that run"
     assert training.codes[0] == 2, training.text

@@ -366,7 +366,7 @@ def test_tour_shows_what_each_rank_has() -> None:
         (
             buckets.main,
             (2, 4),
-            "^6 of 6 buckets sent during|parameters: (0.0e.00$)?(.*e-0[6-9]$)?$",
+            "^6 of 6 buckets sent in the backward|parameters: (0.0e.00$)?(.*e-0[6-9]$)?$",
         ),
         (compress.main, (2, 1), "fp32 +207,848|bf16 +103,924|1% +6,240|4 +27,096"),
         (local_sgd.main, (2, 8, 1), "SGD .*y 1 step|^local SGD .*y 8 step|DiLoCo .*y 8 step"),
