@@ -294,7 +294,6 @@ class Run:
             self.scalars(step, {"loss/train": loss})
         self._loss_sum += losses.sum().item()
         self._loss_count += len(losses)
-        self._log.write()
         return losses[-1].item()
 
     def end_epoch(self, metrics: Mapping[str, float], score: float) -> bool:
