@@ -85,9 +85,8 @@ def is_killed(tree: Path, arguments: tuple[str, ...]) -> bool:
     """Return True if a test fails, or its module cannot be imported."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1, 2), f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.returncode != 0
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, check=False)
+    return done.returncode in (1, 2)  # 4 and 5: the arguments select no test
 
 
 def main() -> int:
