@@ -356,6 +356,8 @@ def test_batches_do_not_depend_on_workers_ranks_or_interruptions(tmp_path: Path)
     whole = batches(tmp_path, 0)
     assert [len(batch) for batch in whole] == [4, 4, 4, 4, 4, 3]
     assert not torch.equal(torch.cat(whole[:2]), torch.cat(whole[2:4]))
+    centers = [image.flatten() for image, _ in ImageFolder(tmp_path / "val", 16)]
+    torch.testing.assert_close(torch.cat(whole[4:]), torch.stack(centers), rtol=0, atol=0)
     for first, second in zip(whole, batches(tmp_path, 2), strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
     halves = [batches(tmp_path, 0, rank, 2) for rank in (0, 1)]
