@@ -115,13 +115,8 @@ class ResumableSampler(DistributedSampler[Any]):
     the first epoch. `set_epoch` does not reach them, but random crops must differ between epochs.
     """
 
-    _skipped = 0
-
-    def skip(self, samples: int) -> None:
-        """Skip this rank's first `samples` samples in the next iteration only."""
-        self._skipped = samples
+    skip = 0  # number of this rank's samples to skip
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield (epoch, index) for each of this rank's samples."""
-        epoch, skipped, self._skipped = self.epoch, self._skipped, 0
-        return ((epoch, index) for index in islice(super().__iter__(), skipped, None))
+        return ((self.epoch, index) for index in islice(super().__iter__(), self.skip, None))

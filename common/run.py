@@ -237,7 +237,7 @@ class Run:
                 )
             if isinstance(sampler, ResumableSampler):
                 skipped = self.batch
-                sampler.skip(skipped * (loader.batch_size or 1))
+                sampler.skip = skipped * (loader.batch_size or 1)
             # Loader workers draw different numbers on each rank, but repeat them after resuming.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)

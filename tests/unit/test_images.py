@@ -329,10 +329,10 @@ def test_sampler_is_distributed_sampler_that_skips(drop_last: bool) -> None:
             ours, torchs = samplers
             expected = [(epoch, index) for index in torchs]
             assert list(ours) == expected
-            ours.skip(5)
+            ours.skip = 5
             assert list(ours) == expected[5:]
-            assert list(ours) == expected, "only one iteration skips"
             assert len(ours) == len(torchs)
+            ours.skip = 0
 
 
 def batches(
@@ -342,7 +342,7 @@ def batches(
     found = []
     for epoch in range(2):
         train.sampler.set_epoch(epoch)
-        train.sampler.skip(skip)
+        train.sampler.skip = skip
         found += [torch.cat([images.flatten(1), labels[:, None]], 1) for images, labels in train]
     return [*found, *(images.flatten(1) for images, _ in test)]
 
