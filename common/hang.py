@@ -1,24 +1,29 @@
 """Report what each rank is waiting for, after a timeout, a lost connection or SIGUSR1.
 
 Each rank writes OUT/hang/rank-R.json, with the source line that its main thread is executing and
-the latest collectives from torch's flight recorder. `explain` compares these files.
+the latest collectives from torch's flight recorder. `explain` compares these files. If a signal
+like SIGABRT kills a rank, faulthandler writes its stack to OUT/hang/rank-R.txt instead.
 
 The recorder is read only in the main thread, because reading it while another thread enters a
 collective can crash the process. A rank that is blocked inside a collective therefore reports its
 line immediately, but its collectives only after the timeout.
 """
 
+import contextlib
+import faulthandler
 import json
 import os
 import platform
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from traceback import FrameSummary
 from types import FrameType
 from typing import Any
 
@@ -30,20 +35,16 @@ SILENT = "does not respond"
 WAITS = {"torch/utils/data/": "data", "torch/distributed/": "ranks", "torch/autograd/": "ranks"}
 
 
-def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool) -> None:
-    """Write this rank's state to `folder`/rank-R.json; `frames` is the main thread's stack.
-
-    `collectives=True` reads the flight recorder, and is allowed only in the main thread.
-    """
+def write_report(folder: Path, frames: Sequence[FrameSummary]) -> None:
+    """Write this rank's state to `folder`/rank-R.json; `frames` is the main thread's stack."""
+    is_main = threading.current_thread() is threading.main_thread()
     files = " ".join(frame.filename for frame in frames)
-    own = [f for f in frames if "/lib/python" not in f.filename and "/common/" not in f.filename]
-    at = (own or list(frames))[-1]
     report = {
         "rank": int(os.environ["RANK"]),
         "time": time.time(),
-        "line": f"{Path(at.filename).name}:{at.lineno}: {(at.line or '').partition('  #')[0]}",
+        "line": _line(frames),
         "waits_for": [what for code, what in WAITS.items() if code in files],
-        "collectives": _recorded() if collectives else None,
+        "collectives": _recorded() if is_main else None,
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{report['rank']}.json"
@@ -52,16 +53,22 @@ def write_report(folder: Path, frames: traceback.StackSummary, collectives: bool
     temporary.replace(path)
 
 
+def _line(frames: Sequence[FrameSummary]) -> str:
+    """Return the innermost line of the user's program, or of any code if there is none."""
+    own = [f for f in frames if "/lib/python" not in f.filename and "/common/" not in f.filename]
+    at = (own or frames)[-1]
+    return f"{Path(at.filename).name}:{at.lineno}: {(at.line or '').partition('  #')[0]}"
+
+
 def _recorded() -> list[dict[str, Any]]:
     """Return this rank's latest collectives, oldest first."""
     calls = []
     for entry in json.loads(_distributed_c10d._dump_fr_trace_json())["entries"][-50:]:
-        kind = entry["profiling_name"].partition(":")[2]
-        shape = (entry["input_sizes"] or entry["output_sizes"] or [[]])[0]
-        call = {"group": entry["process_group"][0], "number": entry["collective_seq_id"]}
-        call |= {"call": f"{kind} {shape}", "time": entry["time_created_ns"] / 1e9}
         if not entry["is_p2p"]:
-            calls.append(call)
+            kind = entry["profiling_name"].partition(":")[2]
+            shape = (entry["input_sizes"] or entry["output_sizes"] or [[]])[0]
+            call = {"group": entry["process_group"][0], "number": entry["collective_seq_id"]}
+            calls.append(call | {"call": f"{kind} {shape}", "time": entry["time_created_ns"] / 1e9})
     return calls
 
 
@@ -86,7 +93,7 @@ def explain(reports: list[dict[str, Any]], states: Mapping[int, str]) -> str:
     difference = _difference(reports)
     if states:
         sentences = [f"rank {rank} {state}" for rank, state in sorted(states.items())]
-        return "; ".join([*sentences, difference] if difference else sentences)
+        return "; ".join(filter(None, [*sentences, difference]))
     if late := [report for report in reports if "data" in report["waits_for"]]:
         return _name(late, "is waiting for its data loader at")
     if difference:
@@ -125,12 +132,26 @@ def _name(reports: list[dict[str, Any]], what: str) -> str:
     return f"rank {ranks} {what} {reports[0]['line']}"
 
 
+def keep_fatal_stack(folder: Path) -> None:
+    """Write the stack to `folder`/rank-R.txt if gloo aborts this rank after a message's size."""
+    with contextlib.suppress(OSError):  # a run does not need this file
+        folder.mkdir(parents=True, exist_ok=True)
+        faulthandler.enable((folder / f"rank-{os.environ['RANK']}.txt").open("w"))
+
+
+def _fatal_line(path: Path) -> str:
+    """Return the line at which `keep_fatal_stack` found the main thread, or an empty string."""
+    stack = path.read_text() if path.exists() else ""
+    calls = re.findall(r'File "(.+)", line (\d+)', stack.rpartition("hread 0x")[2])
+    return _line([FrameSummary(name, int(line), "") for name, line in calls[::-1]]) if calls else ""
+
+
 def install(folder: Path) -> int:
     """Install a SIGUSR1 handler that writes a report; return the descriptor that `answer` reads."""
 
     def handle(_: int, frame: FrameType | None) -> None:
         if dist.is_initialized():
-            write_report(folder, traceback.extract_stack(frame), collectives=True)
+            write_report(folder, traceback.extract_stack(frame))
 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -148,7 +169,7 @@ def answer(descriptor: int, folder: Path) -> None:
     path = folder / f"rank-{os.environ['RANK']}.json"
     if not path.exists() or path.stat().st_mtime < asked - 0.5:  # the report may precede `asked`
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        write_report(folder, traceback.extract_stack(frame), collectives=False)
+        write_report(folder, traceback.extract_stack(frame))
 
 
 def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> list[str]:
@@ -157,12 +178,12 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
         return []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # keep the report with the error's line
     began = time.time() - 2  # all ranks time out within two seconds of each other
-    write_report(folder, traceback.extract_tb(error.__traceback__), collectives=True)
+    write_report(folder, traceback.extract_tb(error.__traceback__))
     try:
         store.set(f"reported/{os.environ['RANK']}", "")
         time.sleep(1)
-        ranks = range(int(os.environ["WORLD_SIZE"]))
-        others = [rank for rank in ranks if not store.check([f"reported/{rank}"])]
+        size = int(os.environ["WORLD_SIZE"])
+        others = [rank for rank in range(size) if not store.check([f"reported/{rank}"])]
         processes = {rank: store.get(f"process/{rank}").decode() for rank in others}
     except RuntimeError:
         return ["rank 0, which hosts the store, has exited"]
@@ -180,6 +201,8 @@ def compare(folder: Path, processes: Mapping[int, str], since: float) -> list[st
         host, pid = process.split()
         local = host == platform.node()
         states[rank] = _process_state(int(pid)) if local else f"on {host} did not report"
+        if line := _fatal_line(folder / f"rank-{rank}.txt"):
+            states[rank] = f"was aborted at {line}"
         if states[rank] == SILENT:
             os.kill(int(pid), signal.SIGUSR1)
     if SILENT in states.values():

@@ -24,13 +24,12 @@ PATTERNS = {  # category and name of an event; if events overlap, the first patt
 def breakdown(events: list[dict[str, Any]]) -> str:
     """Return the time per step and its breakdown as text."""
     steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep")}
-    spans, parts = list[tuple[float, float]](), dict[str, float]()
+    spans, parts, total = list[tuple[float, float]](), dict[str, float](), 0.0
     for part, pattern in PATTERNS.items():
         matching = [e for e in events if re.match(pattern, f"{e.get('cat')} {e['name']}")]
-        before = covered(spans)
         spans += [(e["ts"], e["ts"] + e["dur"]) for e in matching]
-        parts[part] = covered(spans) - before
-    total = sum(parts.values())
+        before, total = total, covered(spans)
+        parts[part] = total - before
     words = ", ".join(f"{part} {time / total:.0%}" for part, time in parts.items() if time)
     return f"{total / len(steps) / 1000:.1f} ms per step: {words}"
 
