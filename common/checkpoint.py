@@ -98,8 +98,6 @@ def describe(path: Path) -> str:
             head = file.read(64)
     except OSError as error:  # for example, the path is a folder
         return f"{error.strerror}"
-    if not head:
-        return "it is empty"
     if head.startswith(b"version https://git-lfs"):
         return "it is a git-lfs pointer; run `git lfs pull`"
     if head.lstrip()[:1] == b"<":

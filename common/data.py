@@ -77,7 +77,9 @@ def image_data(name: str, folder: Path) -> ImageData:
             _download(name, folder)
         if dist.is_initialized():
             dist.barrier()  # all ranks wait until every node has the files
-    return _normalized(name, _read_split(root, "train"), _read_split(root, "t10k"))
+    images, labels = _read_idx(root, "train-images"), _read_idx(root, "train-labels")
+    test_images, test_labels = _read_idx(root, "t10k-images"), _read_idx(root, "t10k-labels")
+    return _normalized(name, (images, labels), (test_images, test_labels))
 
 
 def _digits() -> ImageData:
@@ -110,17 +112,8 @@ def _find(root: Path, stem: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _read_split(root: Path, split: str) -> tuple[Tensor, Tensor]:
-    """Read a split's images [N, S, S] and labels [N], both uint8."""
-    images, labels = _read_idx(root, f"{split}-images"), _read_idx(root, f"{split}-labels")
-    count, size = len(labels), images.shape[-1]
-    if images.shape != (count, size, size) or labels.dim() != 1 or count == 0 or size < 8:
-        shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
-        raise UserError(f"{root}: {split} {shapes}; expected [N, S, S] and [N], S >= 8")
-    return images, labels
-
-
 def _read_idx(root: Path, stem: str) -> Tensor:
+    """Read images [N, S, S] or labels [N], as uint8."""
     path = _find(root, stem)
     if path is None:
         raise UserError(
@@ -139,7 +132,7 @@ def _read_idx(root: Path, stem: str) -> Tensor:
 
 
 def _normalized(name: str, *splits: tuple[Tensor, Tensor]) -> ImageData:
-    """Normalize all splits with the mean and the standard deviation of the training pixels."""
+    """Normalize both splits with the mean and the standard deviation of the training pixels."""
     std, mean = (float(value) for value in torch.std_mean(splits[0][0].float().div_(255)))
     train, test = (
         TensorDataset(x.unsqueeze(1).float().div_(255).sub_(mean).div_(std), y.long())

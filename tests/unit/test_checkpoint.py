@@ -205,7 +205,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n"
     ("content", "message"),
     [
         (None, "No such file"),
-        (b"", "it is empty"),
+        (b"", "damaged or has an unknown format"),
         (LFS, "git lfs pull"),
         (b"\n<!DOCTYPE html>", "web page"),
         (b"damaged", "damaged or has an unknown format"),
