@@ -60,9 +60,8 @@ class ImageData:
 def image_data(name: str, folder: Path) -> ImageData:
     """Return the dataset named by --dataset. Every rank calls this; one rank per node downloads it.
 
-    Args:
-        name: digits, mnist, fashion-mnist, or a folder with idx files (MNIST's format).
-        folder: root folder of torchvision's datasets, used for mnist and fashion-mnist.
+    The name is digits, mnist, fashion-mnist, or a folder with idx files (MNIST's format).
+    torchvision downloads mnist and fashion-mnist to `folder`.
 
     Raises:
         UserError: a file is missing or damaged, there is only one class, or the download failed.

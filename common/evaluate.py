@@ -45,20 +45,15 @@ def evaluate(
     autocast: AbstractContextManager[Any],
     group: dist.ProcessGroup | None = None,
 ) -> Evaluation:
-    """Classify a whole dataset, each sample once. Every rank calls this.
+    """Classify a dataset of `total` samples, each once. Every rank of the group calls this.
 
-    Args:
-        model: the classifier; a DDP wrapper is removed, because it would communicate.
-        batches: tuples of one or more inputs and the labels, for the samples that
-            `DistributedSampler(shuffle=False)` selects for this rank.
-        total: number of samples in the dataset.
-        autocast: context manager for mixed precision.
-        group: process group over which the dataset is split; default: all ranks.
+    `batches` are tuples of one or more inputs and the labels, for the samples that
+    `DistributedSampler(shuffle=False)` selects for this rank.
 
     Raises:
         UserError: the loss of a sample is NaN or infinite.
     """
-    model = unwrapped(model)
+    model = unwrapped(model)  # a DDP wrapper would communicate
     broadcast_buffers(model, group)
     device = next(model.parameters()).device
     columns: list[tuple[Tensor, ...]] = []

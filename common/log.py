@@ -50,7 +50,6 @@ class Log:
         if step == 0:
             self._move_earlier_run()
         points = [p for p in read_points(self._metrics) if p["step"] <= step]
-        self.out.mkdir(parents=True, exist_ok=True)
         self._metrics.write_text("".join(json.dumps(point) + "\n" for point in points))
         from torch.utils.tensorboard import SummaryWriter  # takes a second; only rank 0 needs it
 
