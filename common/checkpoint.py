@@ -10,7 +10,6 @@ import pickle
 import random
 import zipfile
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.optim.lr_scheduler import OneCycleLR
 
 from common.ddp import unwrapped
-from common.launch import NodeArgs, UserError
-
-# `check_flags` does not warn if these flags change, but rejects a different seed or batch size.
-FREE = {field.name for field in fields(NodeArgs)} - {"epochs", "precision", "deterministic"}
-WRAPPERS = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
+from common.launch import UserError
 
 
 def save(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint, and delete all other checkpoints except the previous one.
-
-    Args:
-        path: FOLDER/step-STEP.pt.
-        state: the checkpoint's content, tensors and plain values.
+    """Write FOLDER/step-STEP.pt, and delete all other checkpoints except the previous one.
 
     Raises:
         UserError: the file cannot be written; the previous checkpoint remains.
@@ -51,16 +41,16 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         temporary.replace(path)
     except pickle.UnpicklingError as error:
-        temporary.unlink(missing_ok=True)
         found = str(error).partition("Unsupported")[2].partition(" was not")[0]
         raise TypeError(
             f"the checkpoint contains an object that is neither a tensor nor a plain value "
             f"(unsupported{found}); convert it, for example with float() or str()"
         ) from None
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
-        temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; check space and permissions") from None
+    finally:
+        temporary.unlink(missing_ok=True)
     # Also delete later checkpoints: they are damaged, or this run was resumed from an earlier one.
     others = checkpoints(path.parent)
     for other in {*others} - {*[p for p in others if p <= path][:2]}:
@@ -118,13 +108,8 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path, dict[str, A
 
 
 def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write weights to a safetensors file.
-
-    Args:
-        path: the file to write.
-        weights: tensors by name; tied weights are written once per name.
-        about: metadata as plain values, for example the class names.
-    """
+    """Write weights by name to a safetensors file, and `about` as its metadata."""
+    # safetensors rejects tied weights; a clone is written once per name.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary, {name: json.dumps(value) for name, value in about.items()})
@@ -136,10 +121,9 @@ def load_weights(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the weights in a file, and the metadata that `save_weights` wrote.
 
-    Args:
-        path: a .safetensors file, a checkpoint from this project, or a state dict written by
-            torch.save, alone or under the key `state_dict`, `model_state_dict` or `model`.
-        names: the model's parameter names; wrapper prefixes are removed if no name matches.
+    The file is a .safetensors file, a checkpoint, or a state dict that torch.save wrote. The state
+    dict may be under the key `state_dict`, `model_state_dict` or `model`. If the file has none of
+    the model's parameter `names`, prefixes that wrappers add are removed.
 
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.
@@ -156,16 +140,16 @@ def load_weights(
             about = {}  # written by another program
     else:
         found = load(path)
-        if isinstance(found, dict):
-            about = found.get("about", {}) if "parts" in found else {}
-            found = found.get("parts", found)  # from a checkpoint that `save` wrote
-            keys = ("ema", "state_dict", "model_state_dict", "model")
-            found = next((found[key] for key in keys if key in found), found)
-    if not isinstance(found, dict) or not any(isinstance(v, Tensor) for v in found.values()):
+        if "parts" in found:  # a checkpoint that `save` wrote
+            about, found = found.get("about", {}), found["parts"]
+        keys = ("ema", "state_dict", "model_state_dict", "model")
+        found = next((found[key] for key in keys if key in found), found)
+    items = found.items() if isinstance(found, dict) else ()
+    weights = {name: value for name, value in items if isinstance(value, Tensor)}
+    if not weights:
         raise UserError(f"{path} contains no weights; expected a state dict of tensors")
-    weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     weights.pop("n_averaged", None)  # added by AveragedModel
-    for prefix in 2 * WRAPPERS:
+    for prefix in 2 * ("module.", "_orig_mod."):  # added by DDP and torch.compile
         if weights.keys().isdisjoint(names) and all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     if wrong := [n for n, v in weights.items() if v.is_floating_point() and v.isnan().any()]:
@@ -174,12 +158,7 @@ def load_weights(
 
 
 def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
-    """Load a file's weights into a model.
-
-    Args:
-        path: see `load_weights`.
-        model: the model to load the weights into.
-        about: metadata; its `classes`, if any, are compared with the classes in the file.
+    """Load a file's weights into a model, and compare the file's class names with `about`.
 
     Raises:
         UserError: the weights belong to another model or to other classes.
@@ -205,51 +184,20 @@ def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, An
         )
 
 
-def check_flags(
-    path: Path, before: Mapping[str, Any], now: Mapping[str, Any], warn: Callable[[str], None]
-) -> None:
-    """Warn about flags whose values differ between a checkpoint and this run.
-
-    Raises:
-        UserError: a flag that determines the sample order differs.
-    """
-    for name, value in before.items():
-        if value != now.get(name) and name in ("seed", "batch_size"):
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} differs from its value in {path}; use {flag} {value}")
-        if value != now.get(name) and name not in FREE:
-            warn(f"{path} was saved with {name} = {value}; this run uses {now.get(name)}")
-
-
-def load_parts(path: Path, states: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-    """Load each part of a run from its state in a checkpoint.
-
-    Raises:
-        UserError: a part is missing from the checkpoint, or does not match its saved state.
-    """
-    for name, part in parts.items():
-        try:
-            if isinstance(part, OneCycleLR) and part.total_steps != states[name]["total_steps"]:
-                raise ValueError("the schedule depends on --epochs; use the value of the saved run")
-            part.load_state_dict(states[name])
-        except (KeyError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise UserError(f"{path} does not match {name}: {reason}") from None
-
-
 def random_state() -> dict[str, Any]:
     """Return the state of this process's random number generators, as tensors and plain values."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    state = {"torch": torch.get_rng_state(), "python": [*random.getstate()[1:]]}
-    state["numpy"] = [str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+    name, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
+    state["torch"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
     """Restore the state of this process's random number generators from `random_state`."""
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    random.setstate((3, *state["python"]))
+    random.setstate(state["python"])
+    np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,17 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import checkpoint
 from common.ddp import ResumableSampler, check_replicas, unwrapped
-from common.launch import STOP_SIGNALS, RunArgs, UserError
+from common.launch import STOP_SIGNALS, NodeArgs, RunArgs, UserError
 from common.log import Log
 from common.precision import autocast, set_kernels
 from common.rank import Stopped
 
 STOP_DELAY = 0.1  # seconds: approximate delay until ranks react to a signal
+FREE = {field.name for field in fields(NodeArgs)}  # flags that a resumed run may change
+FREE -= {"seed", "batch_size", "epochs", "precision", "deterministic"}
 
 
 class Run:
@@ -38,15 +41,12 @@ class Run:
     `Run` never calls the model, the loss, backward or the optimizer. Every rank creates a `Run`
     after the objects whose state `Run` restores, and calls its methods.
 
-    Args:
-        args: the flags.
-        device: this rank's device.
-        what: description of the model or the data, printed in the first line.
-        replicas: number of data-parallel replicas; default: the number of ranks.
-        about: metadata for best.safetensors, as plain values. The class names in `classes` are
-            compared with the class names saved with the weights to resume from.
-        parts: objects to save and restore, by name; `model` is required. Each has
-            `state_dict()`, which every rank calls, and `load_state_dict()`; None is skipped.
+    The first line that `Run` prints contains `what`, which describes the model or the data, and
+    the number of data-parallel `replicas` (default: the number of ranks). `about` is metadata for
+    best.safetensors, as plain values; the class names in its `classes` are compared with the class
+    names saved with the weights to resume from. `parts` are the objects to save and restore;
+    `model` is required. Each has `state_dict()`, which every rank calls, and `load_state_dict()`;
+    None is skipped.
 
     Raises:
         UserError: the checkpoint is damaged or does not match this run, or another run uses --out.
@@ -88,9 +88,7 @@ class Run:
         self._log.open(self.step)
         dist.barrier()  # no rank continues before rank 0 has moved an earlier run's files
         self._signum, self._next_exchange = 0, self.step
-        self._message = torch.zeros(2, dtype=torch.int32)
         self._work: dist.Work | None = None
-        self._step_began = time.perf_counter()
         if args.profile:
             when = schedule(skip_first=10, wait=0, warmup=1, active=args.profile, repeat=1)
             folder, name = str(args.out / "profile"), f"rank-{self.rank}"
@@ -121,16 +119,14 @@ class Run:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
         local, left = divmod(self.args.batch_size, parts)  # left is 0 except in the SGD example
         local_batch = f"{local + 1} or {local}" if left else str(local)
-        cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else "CPU"
         kind, dtype = self.device.type, torch.float32
+        name = torch.cuda.get_device_name(self.device) if kind == "cuda" else "CPU"
         with self.autocast:
             if torch.is_autocast_enabled(kind):
                 dtype = torch.get_autocast_dtype(kind)
         self.print0(
             f"{what}\n{self.world_size} rank(s) on {name}, {dist.get_backend()}, "
-            f"{str(dtype).removeprefix('torch.')}, "
-            f"{torch.get_num_threads()} thread(s) each; "
+            f"{str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} thread(s) each; "
             f"batch {self.args.batch_size} = {parts} {unit}{'s' * (parts > 1)} x {local_batch}"
         )
 
@@ -157,7 +153,7 @@ class Run:
     def _check_same_step(self, step: int | None) -> None:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, (step, platform.node(), os.getpid(), self.flags))
-        for name in self.flags.keys() - checkpoint.FREE | {"seed", "batch_size"}:
+        for name in self.flags.keys() - FREE:
             if len(values := {str(flags.get(name)) for *_, flags in found}) > 1:
                 self.warn(f"the ranks were started with different --{name}: {sorted(values)}")
         if self.rank == 0:  # tools/hang.py sends SIGUSR1 to these processes
@@ -173,8 +169,22 @@ class Run:
 
     def _load_checkpoint(self, path: Path, state: Mapping[str, Any]) -> None:
         checkpoint.check_classes(path, state.get("about", {}), self.about)
-        checkpoint.check_flags(path, state["args"], self.flags, self.warn)
-        checkpoint.load_parts(path, state["parts"], self.parts)
+        for name, value in state["args"].items():
+            now = self.flags.get(name)
+            if value != now and name in ("seed", "batch_size"):
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} differs from its value in {path}; use {flag} {value}")
+            if value != now and name not in FREE:
+                self.warn(f"{path} was saved with {name} = {value}; this run uses {now}")
+        for name, part in self.parts.items():
+            try:
+                saved = state["parts"][name]
+                if isinstance(part, OneCycleLR) and part.total_steps != saved["total_steps"]:
+                    raise ValueError("the schedule depends on --epochs; use the saved value")
+                part.load_state_dict(saved)
+            except (KeyError, ValueError, RuntimeError) as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise UserError(f"{path} does not match {name}: {reason}") from None
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         self.best, self.metrics = state["best"], state["metrics"]
         self._loss_sum, self._loss_count = state["losses"]
@@ -214,14 +224,15 @@ class Run:
             yield epoch
             assert self.epoch > epoch, "call run.end_epoch at the end of each epoch"
             # A signal may have arrived during the evaluation, whose results are now written.
-            if signum := self._agreed_signal(now=True):
-                self._stop(signum)
+            signum = torch.tensor(self._signum)
+            dist.all_reduce(signum, dist.ReduceOp.MAX)
+            if signum:
+                self._stop(int(signum))
 
     def steps(self, loader: Any) -> Iterator[Any]:
         """Yield the remaining batches of an epoch; each is one step. Every rank calls this.
 
-        Args:
-            loader: a DataLoader, or another iterable with a length.
+        The loader is a DataLoader, or another iterable with a length.
 
         Raises:
             Stopped: a signal arrived; all ranks stop after the same step, with a checkpoint.
@@ -241,18 +252,18 @@ class Run:
             # Loader workers draw different numbers on each rank, but repeat them after resuming.
             seed = hash((self.args.seed, self.rank, self.epoch))
             loader.generator = torch.Generator().manual_seed(seed)
-        for name in [name for name, p in self._frozen.items() if p.requires_grad][:1]:
-            self.warn(f"{name} was frozen when DDP was created, so its gradient is not averaged")
+        if thawed := [name for name, p in self._frozen.items() if p.requires_grad]:
+            self.warn(f"{thawed[0]} was frozen when DDP was created; its gradient is not averaged")
         total, first = len(loader), self.batch
         random = checkpoint.random_state()
-        if first:  # a sampler may draw the epoch's order from the global generator
-            checkpoint.restore_random_state(self._epoch_random)
-        else:
+        if first == 0:
             self._epoch_random = random
+        checkpoint.restore_random_state(self._epoch_random)  # a sampler may draw its order from it
         batches = iter(loader)
-        for _ in itertools.islice(batches, self.batch - skipped):
+        for _ in itertools.islice(batches, first - skipped):
             pass  # the run has already trained on these batches
-        checkpoint.restore_random_state(random)
+        if first:
+            checkpoint.restore_random_state(random)
         began = self._step_began = time.perf_counter()
         for batch in batches:
             yield batch
@@ -297,14 +308,10 @@ class Run:
         return losses[-1].item()
 
     def end_epoch(self, metrics: Mapping[str, float], score: float) -> bool:
-        """Record metrics, keep the best model, and save a checkpoint. Every rank calls this.
+        """Record metrics, and save the model and a checkpoint. Every rank calls this.
 
-        Args:
-            metrics: values for the whole test set, equal on all ranks. The first two are printed.
-            score: value to maximize; best.safetensors contains the weights with the highest score.
-
-        Returns:
-            True if this is the best epoch so far.
+        The metrics are equal on all ranks. The first two are printed. best.safetensors contains
+        the weights with the highest score; return True if they are this epoch's.
         """
         self._average_losses()
         metrics = {name: float(value) for name, value in metrics.items()}  # converts NumPy scalars
@@ -333,14 +340,8 @@ class Run:
         return best
 
     def finish(self, model: Any, **facts: Any) -> None:
-        """Check that all replicas are identical, and write result.json. Every rank calls this.
-
-        Args:
-            model: the trained model.
-            facts: additional values for result.json.
-        """
+        """Compare all replicas, and write result.json with `facts`. Every rank calls this."""
         parameters = check_replicas(model)
-        self._agreed_signal(now=True)
         seconds = round(time.perf_counter() - self._began, 3)
         result = {"args": self.flags, "argv": sys.argv, "world_size": self.world_size}
         result |= {"epochs": self.epoch, "steps": self.step, "seconds": seconds, "best": self.best}
@@ -354,7 +355,7 @@ class Run:
     def _remember_signal(self, signum: int, _: FrameType | None) -> None:
         self._signum = signum
 
-    def _agreed_signal(self, now: bool = False) -> int:
+    def _agreed_signal(self) -> int:
         """Return a signal that any rank received, or 0; the value is the same on all ranks.
 
         The ranks exchange a small message and read it one step later, so that no rank waits. If
@@ -363,19 +364,15 @@ class Run:
         clock = time.perf_counter()
         wish = min(max(int(STOP_DELAY / max(clock - self._step_began, 1e-6)), 1), 100)
         self._step_began = clock
-        signum = self._read_message()
-        if now or (not signum and self.step >= self._next_exchange):
+        signum = 0
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            signum, interval = self._message.tolist()
+            self._next_exchange = self.step + interval
+        if not signum and self.step >= self._next_exchange:
             self._message = torch.tensor([self._signum, wish], dtype=torch.int32)
             self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, async_op=True)
-        return (signum or self._read_message()) if now else signum
-
-    def _read_message(self) -> int:
-        if self._work is None:
-            return 0
-        self._work.wait()
-        self._work = None
-        signum, interval = self._message.tolist()
-        self._next_exchange = self.step + interval
         return signum
 
     def _stop(self, signum: int) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
 
 from common import checkpoint
 from common.launch import UserError
@@ -256,12 +255,3 @@ def test_random_generators_continue_from_a_file(tmp_path: Path) -> None:
     expected = [draw(), draw()]
     checkpoint.restore_random_state(checkpoint.load(path)["random"])
     assert [draw(), draw()] == expected
-
-
-def test_schedule_of_another_length_is_refused() -> None:
-    """OneCycleLR would restore the old length, and raise after it."""
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
-    old, new = (OneCycleLR(optimizer, 0.1, steps) for steps in (10, 20))
-    checkpoint.load_parts(Path("x.pt"), {"scheduler": old.state_dict()}, {"scheduler": old})
-    with pytest.raises(UserError, match="depends on --epochs"):
-        checkpoint.load_parts(Path("x.pt"), {"scheduler": old.state_dict()}, {"scheduler": new})
