@@ -1,12 +1,6 @@
-"""Start the ranks of a job. This module does not import torch, so that `--help` is fast.
+"""Start the ranks of a job. docs/en/launchers.md lists the commands.
 
-| command | started by |
-|---|---|
-| `python -m examples.NAME` | the shell, as a single rank |
-| `python -m examples.NAME --nproc N` | `start`, N processes |
-| the same on M nodes with `--world-size M --rank R --dist-url tcp://HOST:PORT` | `start` |
-| `torchrun -m examples.NAME`, also on Kubernetes | torchrun |
-| `srun python -m examples.NAME` | SLURM |
+This module does not import torch, so that `--help` is fast.
 """
 
 import contextlib
@@ -36,10 +30,7 @@ INIT_METHOD = "INIT_METHOD"  # environment variable: `start` passes the init met
 
 
 class UserError(Exception):
-    """An error that the user can fix; its message states what is wrong and how to fix it.
-
-    The message is printed once per job, without a traceback, and every rank exits with code 2.
-    """
+    """An error that the user can fix, printed as one line per job; the exit code is 2."""
 
 
 @dataclass(frozen=True)
@@ -114,25 +105,24 @@ def place(args: RunArgs, local_rank: int) -> Place:
     `local_rank` is this process's index on its machine; it is ignored under torchrun and srun.
     """
     env = os.environ
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     if launched():
         if not env.get("RANK"):
             env |= _slurm_variables()
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         if missing := [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if n not in env]:
             raise UserError(
                 f"RANK and WORLD_SIZE are set without {', '.join(missing)}; "
                 f"start with torchrun, or unset RANK and WORLD_SIZE"
             )
         url = f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-        return Place(*(int(env[name]) for name in names), url)
-    nodes, node, url = 1, 0, "auto"
-    if isinstance(args, NodeArgs):
-        nodes, node, url = args.world_size, args.rank, args.dist_url
-    rank, world_size = node * args.nproc + local_rank, nodes * args.nproc
-    env |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-    env |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(args.nproc)}
-    url = env.get(INIT_METHOD, "") if url == "auto" else url
-    return Place(rank, local_rank, world_size, args.nproc, url)
+    else:
+        nodes, node, url = 1, 0, "auto"
+        if isinstance(args, NodeArgs):
+            nodes, node, url = args.world_size, args.rank, args.dist_url
+        env |= {"RANK": str(node * args.nproc + local_rank), "LOCAL_RANK": str(local_rank)}
+        env |= {"WORLD_SIZE": str(nodes * args.nproc), "LOCAL_WORLD_SIZE": str(args.nproc)}
+        url = env.get(INIT_METHOD, "") if url == "auto" else url
+    return Place(*(int(env[name]) for name in names), url)
 
 
 def _slurm_variables() -> dict[str, str]:
@@ -142,14 +132,11 @@ def _slurm_variables() -> dict[str, str]:
     # two jobs on one host do not collide.
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]
     port = 20_000 + int(env["SLURM_JOB_ID"]) % 10_000
-    # Tasks per node: "4(x2),3" means 4, 4, 3.
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
-    tasks = [count for count, nodes in counts for _ in range(int(nodes or 1))]
     return {
         "RANK": env["SLURM_PROCID"],
         "LOCAL_RANK": env["SLURM_LOCALID"],
         "WORLD_SIZE": env["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_WORLD_SIZE": tasks[int(env["SLURM_NODEID"])],
+        "LOCAL_WORLD_SIZE": str(len(env["SLURM_GTIDS"].split(","))),  # this node's ranks: "0,1"
         "MASTER_ADDR": env.get("MASTER_ADDR", host),
         "MASTER_PORT": env.get("MASTER_PORT", str(port)),
     }
@@ -181,7 +168,6 @@ def start(args_class: type[RunArgs], module: str) -> NoReturn:
             _start_fork_server(module)
             code = _spawn(importlib.import_module(module), args)
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # freeing all Python objects would take 1.5 s
 
 
@@ -246,15 +232,9 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
     from torch.multiprocessing import ProcessExitedException  # importing torch takes seconds
 
     logging.getLogger("torch.multiprocessing").setLevel(logging.ERROR)  # the ranks report errors
-    stopped_at = list[float]()
 
     def forward(signum: int, _: FrameType | None) -> None:
-        """Forward a signal. On a stop signal, the ranks save and exit; a second one kills them."""
-        if signum in STOP_SIGNALS:
-            stopped_at.append(time.monotonic())
-            if stopped_at[-1] > stopped_at[0] + 1:  # a terminal and a parent may both send SIGINT
-                print("second signal: exiting without saving", file=sys.stderr, flush=True)
-                signum = signal.SIGKILL
+        """Forward a signal to the ranks; on a stop signal, they save and exit."""
         for child in multiprocessing.active_children():
             if child.pid is not None:
                 os.kill(child.pid, signum)
@@ -266,7 +246,7 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
     except ProcessExitedException as error:
         if error.signal_name == "SIGABRT":  # NCCL's watchdog, after a timeout
             return LOST
-        if error.signal_name and not stopped_at:
+        if error.signal_name and -error.exit_code not in STOP_SIGNALS:
             print(
                 f"error: local rank {error.error_index} was killed by {error.signal_name}; "
                 f"continue from the last checkpoint with --resume auto",

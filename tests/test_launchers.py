@@ -23,11 +23,10 @@ def torchrun(*options: str, nproc: int = 2, module: str = EXAMPLE) -> list[str]:
     return [*TORCHRUN, str(nproc), "--master-port", str(ranks.free_port()), *options, "-m", module]
 
 
-def slurm(task: int, tasks: int = 2) -> dict[str, str]:
+def slurm(task: int) -> dict[str, str]:
     """Return the variables of a task of `srun --ntasks 2 --nodes 1`."""
-    names = {"JOB_ID": str(ranks.free_port()), "STEP_ID": "0", "STEP_NODELIST": "localhost"}
-    names |= {"PROCID": str(task), "LOCALID": str(task), "NODEID": "0", "NTASKS": str(tasks)}
-    names |= {"STEP_NUM_TASKS": str(tasks), "STEP_TASKS_PER_NODE": str(tasks)}
+    names = {"JOB_ID": str(ranks.free_port()), "STEP_NODELIST": "localhost"}
+    names |= {"PROCID": str(task), "LOCALID": str(task), "GTIDS": "0,1", "STEP_NUM_TASKS": "2"}
     return {f"SLURM_{name}": value for name, value in names.items()}
 
 

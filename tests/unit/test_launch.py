@@ -15,9 +15,9 @@ FILE = {"INIT_METHOD": "file:///tmp/rendezvous"}
 URL = "tcp://node0:1234"
 TORCHRUN = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "node0", "MASTER_PORT": "1234", "GROUP_RANK": "1"}
-SRUN = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_NTASKS": "11"}
-SRUN |= {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "11", "SLURM_JOB_ID": "4200123"}
-SRUN |= {"SLURM_STEP_NODELIST": "gpu[03-04],login", "SLURM_STEP_TASKS_PER_NODE": "4(x2),3"}
+SRUN = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_GTIDS": "8,9,10", "SLURM_NTASKS": "11"}
+SRUN |= {"SLURM_STEP_NUM_TASKS": "11", "SLURM_JOB_ID": "4200123"}
+SRUN |= {"SLURM_STEP_NODELIST": "gpu[03-04],login"}
 # A shell of `srun --pty` or `salloc --ntasks 4`: one task, whatever the job has.
 SHELL = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 TWO_NODES: Any = {"world_size": 2, "rank": 1, "nproc": 3, "dist_url": URL}
@@ -39,8 +39,8 @@ TWO_NODES: Any = {"world_size": 2, "rank": 1, "nproc": 3, "dist_url": URL}
         (
             RunArgs(),
             0,
-            SRUN | {"SLURM_STEP_NODELIST": "a-1,b", "SLURM_NODEID": "0", "MASTER_ADDR": "::1"},
-            Place(9, 1, 11, 4, "tcp://::1:20123"),
+            SRUN | {"SLURM_STEP_NODELIST": "a-1,b", "SLURM_GTIDS": "9", "MASTER_ADDR": "::1"},
+            Place(9, 1, 11, 1, "tcp://::1:20123"),
         ),
         (RunArgs(nproc=2), 1, SHELL | FILE, Place(1, 1, 2, 2, "file:///tmp/rendezvous")),
         (RunArgs(), 0, {"RANK": "", "WORLD_SIZE": ""}, Place(0, 0, 1, 1, "")),
