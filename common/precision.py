@@ -5,20 +5,13 @@ from typing import Any
 
 import torch
 
-from common.launch import UserError
-
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
     """Return a context in which matrix products and convolutions run in the given precision.
 
-    Args:
-        precision: fp32, bf16, fp16, or auto (bf16 if the device supports it natively, else fp32).
-        device: this rank's device.
-
-    Raises:
-        UserError: bf16 was requested on a GPU that only emulates it.
+    auto selects bf16 if the device supports it natively, else fp32.
     """
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -26,8 +19,6 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
         capabilities = torch.cpu.get_capabilities()
         names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16")
         native = any(capabilities.get(name) for name in names)
-    if precision == "bf16" and device.type == "cuda" and not native:
-        raise UserError("--precision bf16 is not supported by this GPU; use --precision fp32")
     name = ("bf16" if native else "fp32") if precision == "auto" else precision
     return torch.autocast(device.type, HALF.get(name), enabled=name in HALF)
 
