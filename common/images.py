@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from joblib import cpu_count
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms.v2 import functional as F
@@ -17,7 +18,7 @@ from common.data import absent_classes, image_data
 from common.ddp import ResumableSampler
 from common.image_folder import ImageFolder, readable
 from common.launch import UserError
-from common.rank import cores, print0
+from common.rank import print0
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's statistics; pixels in [0, 1]
 DUMMY_STEPS = 100  # steps per epoch with --dummy
@@ -74,7 +75,8 @@ def image_loaders(
         UserError: nodes have different files, or there is only one class; see also `ImageFolder`.
     """
     if workers < 0:
-        workers = max(0, min(16, cores() // int(os.environ["LOCAL_WORLD_SIZE"]) - 1)) if data else 0
+        cores = cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])
+        workers = max(0, min(16, cores - 1)) if data else 0
     if dummy:
         train, test = _dummy_images(batch_size * (replicas or dist.get_world_size()), image_size)
     elif data is None:

@@ -1,17 +1,4 @@
-"""Initialize a rank and report its errors.
-
-`init_distributed` calls `torch.cuda.set_device` and `dist.init_process_group`, and names missing
-ranks. `record`, which replaces torch's decorator of that name, prints an error once per job and
-sets an exit code for the scheduler.
-
-| code | meaning | a scheduler should |
-|---|---|---|
-| 0 | done | |
-| 2 | user error | give up |
-| 75 | another process was lost or never joined | restart |
-| 128 + n | stopped by signal n; during training, after a checkpoint | restart |
-| 1 | any other error | restart a few times |
-"""
+"""Initialize a rank and report its errors. docs/en/launchers.md lists the exit codes."""
 
 import contextlib
 import faulthandler
@@ -32,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from joblib import cpu_count
 
 from common import hang, rendezvous
 from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserError, place
@@ -68,7 +56,7 @@ def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
 
 def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
     """Return this rank's device and backend, and set its number of CPU threads."""
-    torch.set_num_threads(_threads(here))
+    _set_threads(here)
     if here.local_world_size == here.world_size:  # use no socket that other machines can reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     wanted = args.dist_backend if isinstance(args, NodeArgs) else "auto"
@@ -88,26 +76,16 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
     return device, "cpu:gloo,cuda:nccl"  # collectives on CPU tensors use gloo
 
 
-def _threads(here: Place) -> int:
-    """Return OMP_NUM_THREADS if the user set it, otherwise the number of cores per rank.
+def _set_threads(here: Place) -> None:
+    """Share the cores among this machine's ranks, unless the user set OMP_NUM_THREADS.
 
     More threads than cores slow a rank down. The number of threads affects the last bits of a sum,
     so it must not depend on the launcher: torchrun's default, OMP_NUM_THREADS=1, is ignored.
     """
-    threads = os.environ.get("OMP_NUM_THREADS", "")
+    threads = os.environ.get("OMP_NUM_THREADS")
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1
-    if threads.isdigit() and threads != "0" and not (threads == "1" and by_torchrun):
-        return int(threads)
-    return max(1, cores() // here.local_world_size)
-
-
-def cores() -> int:
-    """Return the number of CPU cores that the affinity and the container's quota allow."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with contextlib.suppress(OSError, ValueError):  # "max" means no quota
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        usable = min(usable or 1, int(quota) // int(period))
-    return max(1, usable or 1)
+    if not threads or (threads == "1" and by_torchrun):
+        torch.set_num_threads(max(1, cpu_count() // here.local_world_size))
 
 
 def local_batch_size(batch_size: int, ranks: int) -> int:
@@ -143,26 +121,25 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             return main_worker(local_rank, args)
         except (Exception, Stopped) as error:
-            received = list[int]()
-            for signum in STOP_SIGNALS:  # the launcher now signals all ranks
-                signal.signal(signum, lambda signum, _: received.append(signum))
+            # Before they join, all ranks on this machine fail in the same way. Local rank 0 reports
+            # the error; then the launcher's signal kills the other ranks.
+            silent = rendezvous.joined is None and local_rank > 0
+            for signum in STOP_SIGNALS:
+                signal.signal(signum, signal.SIG_DFL if silent else lambda *_: None)
             # Limit the time: if the store's host has exited, each request blocks for --timeout.
             threading.Timer(30, os._exit, (LOST,)).start()
             message, code = _explain(error, reports)
-        if rendezvous.joined is None and local_rank > 0:
-            # All ranks on this machine fail in the same way. Local rank 0 reports the error; then
-            # the launcher stops this process.
-            for _ in range(150):
-                if received or code > 128:
-                    os._exit(code)
-                time.sleep(0.1)
-        if _is_first_error():
-            print(message, file=sys.stderr, flush=True)
-        if rendezvous.hosted is not None:
-            time.sleep(1)  # let other ranks read from this store that the error was reported
-        sys.stdout.flush()
-        # sys.exit would run a process group's destructors, which may wait for other ranks.
-        os._exit(code)
+            if silent and code > 128:
+                os._exit(code)
+            if silent:
+                time.sleep(15)
+            if _is_first_error():
+                print(message, file=sys.stderr, flush=True)
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                time.sleep(1)  # the others may still read rank 0's store; `error` keeps it open
+            sys.stdout.flush()
+            # sys.exit would run a process group's destructors, which may wait for other ranks.
+            os._exit(code)
 
     return recorded
 

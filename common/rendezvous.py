@@ -15,7 +15,6 @@ import torch.distributed as dist
 from common.launch import Place, UserError
 
 joined: dist.Store | None = None  # `record` uses it to select the rank that reports an error
-hosted: dist.Store | None = None  # the store, if this process hosts it for other ranks
 
 
 def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
@@ -27,8 +26,8 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
     """
     global joined
     if here.world_size == 1:
-        store = dist.HashStore()
-    elif here.init_method.startswith("file://"):
+        return dist.HashStore()
+    if here.init_method.startswith("file://"):
         store = dist.FileStore(here.init_method.removeprefix("file://"), here.world_size)
     else:
         store = _connect(here, seconds)
@@ -38,18 +37,15 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
 
 
 def _connect(here: Place, seconds: float) -> dist.Store:
-    global hosted
     host, _, port = here.init_method.removeprefix("tcp://").rpartition(":")
     address, timeout = (host.strip("[]"), int(port)), timedelta(seconds=seconds)
     is_host = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_host:
         _await_host(address, seconds)
     try:
-        store = dist.TCPStore(*address, is_master=is_host, timeout=timeout, wait_for_workers=False)
+        return dist.TCPStore(*address, is_master=is_host, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError:
         raise UserError(f"port {port} is already in use; choose a different port") from None
-    hosted = store if is_host else None
-    return store
 
 
 def _await_host(address: tuple[str, int], seconds: float) -> None:
