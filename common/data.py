@@ -3,7 +3,6 @@
 import gzip
 import importlib.util
 import os
-import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -124,9 +123,9 @@ def _read_idx(root: Path, stem: str) -> Tensor:
         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
         if data[:3] != b"\0\0\x08":  # the magic number for unsigned bytes
             raise ValueError
-        shape = struct.unpack_from(f">{data[3]}I", data, 4)  # data[3]: the number of dimensions
+        shape = np.frombuffer(data, ">u4", count=data[3], offset=4)  # of data[3] dimensions
         return torch.tensor(np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape))
-    except (gzip.BadGzipFile, EOFError, zlib.error, IndexError, struct.error, ValueError):
+    except (gzip.BadGzipFile, EOFError, zlib.error, IndexError, ValueError):
         raise UserError(f"{path} is not an idx file of bytes: {describe(path)}") from None
 
 
