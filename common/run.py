@@ -3,7 +3,6 @@
 import fcntl
 import itertools
 import json
-import math
 import os
 import platform
 import signal
@@ -12,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -77,7 +75,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         self.flags = json.loads(json.dumps(asdict(args), default=str))  # plain values
         self._losses: list[Tensor] = []  # this rank's losses, not yet averaged
-        self._loss_sum, self._loss_count = 0.0, 0  # sum and number of this epoch's losses
+        self._epoch_losses: list[float] = []  # this epoch's losses, averaged over the ranks
         self._epochs, self._speed = args.epochs, 0.0
         self._began = time.perf_counter()
         self._log = Log(args.out, active=self.rank == 0)
@@ -187,7 +185,7 @@ class Run:
                 raise UserError(f"{path} does not match {name}: {reason}") from None
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         self.best, self.metrics = state["best"], state["metrics"]
-        self._loss_sum, self._loss_count = state["losses"]
+        self._epoch_losses = state["losses"]
         if len(state["random"]) == self.world_size:
             now, self._epoch_random = state["random"][self.rank]
             checkpoint.restore_random_state(now)
@@ -207,8 +205,7 @@ class Run:
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         state: dict[str, Any] = {"parts": parts, "random": random, "metrics": self.metrics}
         state |= {"epoch": self.epoch, "batch": self.batch, "step": self.step, "best": self.best}
-        state |= {"args": self.flags, "losses": [self._loss_sum, self._loss_count]}
-        state["about"] = self.about
+        state |= {"args": self.flags, "about": self.about, "losses": self._epoch_losses}
         path = self.args.out / "checkpoints" / f"step-{self.step:08}.pt"
         if self.rank == 0:
             checkpoint.save(path, state)
@@ -296,15 +293,14 @@ class Run:
     def _average_losses(self) -> float:
         """Record the losses since the last call, averaged over the ranks; return the last loss."""
         if not self._losses:
-            return math.nan
+            return float("nan")
         losses = torch.stack(self._losses).double().cpu()
         self._losses.clear()
         dist.all_reduce(losses)
         losses /= self.world_size
         for step, loss in enumerate(losses.tolist(), self.step - len(losses) + 1):
             self.scalars(step, {"loss/train": loss})
-        self._loss_sum += losses.sum().item()
-        self._loss_count += len(losses)
+        self._epoch_losses += losses.tolist()
         return losses[-1].item()
 
     def end_epoch(self, metrics: Mapping[str, float], score: float) -> bool:
@@ -323,7 +319,7 @@ class Run:
             f"test loss {value:.3g}" if name == "loss" else f"{name} {value:.4g}"
             for name, value in list(metrics.items())[:2]  # the line fits in 80 columns
         )
-        loss = self._loss_sum / max(1, self._loss_count)
+        loss = sum(self._epoch_losses) / max(1, len(self._epoch_losses))
         self.print0(
             f"epoch {self.epoch + 1}/{self._epochs}  loss {loss:.3g}  {shown}  "
             f"{self._speed:,.0f} samples/s{'  best' * best}"
@@ -335,7 +331,7 @@ class Run:
             if self.rank == 0:
                 about = self.about | {"example": sys.argv[0], "args": self.flags}
                 checkpoint.save_weights(self.args.out / "best.safetensors", weights, about)
-        self.epoch, self.batch, self._loss_sum, self._loss_count = self.epoch + 1, 0, 0.0, 0
+        self.epoch, self.batch, self._epoch_losses = self.epoch + 1, 0, []
         self.save()
         return best
 
@@ -352,7 +348,7 @@ class Run:
 
     # -------------------------------------------------------------------------------------- stop
 
-    def _remember_signal(self, signum: int, _: FrameType | None) -> None:
+    def _remember_signal(self, signum: int, _: object) -> None:
         self._signum = signum
 
     def _agreed_signal(self) -> int:
