@@ -56,7 +56,12 @@ def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
 
 def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
     """Return this rank's device and backend, and set its number of CPU threads."""
-    _set_threads(here)
+    # More threads than cores slow a rank down. The number affects the last bits of a sum, so it
+    # must not depend on the launcher: torchrun's default, OMP_NUM_THREADS=1, is ignored.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1
+    if not threads or (threads == "1" and by_torchrun):
+        torch.set_num_threads(max(1, cpu_count() // here.local_world_size))
     if here.local_world_size == here.world_size:  # use no socket that other machines can reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     wanted = args.dist_backend if isinstance(args, NodeArgs) else "auto"
@@ -74,18 +79,6 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
     if wanted == "gloo" or (wanted == "auto" and shared):
         return device, "gloo"
     return device, "cpu:gloo,cuda:nccl"  # collectives on CPU tensors use gloo
-
-
-def _set_threads(here: Place) -> None:
-    """Share the cores among this machine's ranks, unless the user set OMP_NUM_THREADS.
-
-    More threads than cores slow a rank down. The number of threads affects the last bits of a sum,
-    so it must not depend on the launcher: torchrun's default, OMP_NUM_THREADS=1, is ignored.
-    """
-    threads = os.environ.get("OMP_NUM_THREADS")
-    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1
-    if not threads or (threads == "1" and by_torchrun):
-        torch.set_num_threads(max(1, cpu_count() // here.local_world_size))
 
 
 def local_batch_size(batch_size: int, ranks: int) -> int:
@@ -126,7 +119,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             silent = rendezvous.joined is None and local_rank > 0
             for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_DFL if silent else lambda *_: None)
-            # Limit the time: if the store's host has exited, each request blocks for --timeout.
+            # Limit the time: if the store's host is frozen, requests block.
             threading.Timer(30, os._exit, (LOST,)).start()
             message, code = _explain(error, reports)
             if silent and code > 128:
