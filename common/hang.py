@@ -136,7 +136,7 @@ def keep_fatal_stack(folder: Path) -> None:
     """Write the stack to `folder`/rank-R.txt if gloo aborts this rank after a message's size."""
     with contextlib.suppress(OSError):  # a run does not need this file
         folder.mkdir(parents=True, exist_ok=True)
-        faulthandler.enable((folder / f"rank-{os.environ['RANK']}.txt").open("w"))
+        faulthandler.enable((folder / f"rank-{dist.get_rank()}.txt").open("w"))
 
 
 def _fatal_line(path: Path) -> str:

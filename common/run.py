@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 from torch.utils.data import DataLoader, DistributedSampler
 
-from common import checkpoint
+from common import checkpoint, hang
 from common.ddp import ResumableSampler, check_replicas, unwrapped
 from common.launch import STOP_SIGNALS, NodeArgs, RunArgs, UserError
 from common.log import Log
@@ -85,6 +85,8 @@ class Run:
         self._resume()
         self._log.open(self.step)
         dist.barrier()  # no rank continues before rank 0 has moved an earlier run's files
+        if self.world_size > 1:
+            hang.keep_fatal_stack(args.out / "hang")
         self._signum, self._next_exchange = 0, self.step
         self._work: dist.Work | None = None
         if args.profile:
