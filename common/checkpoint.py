@@ -72,13 +72,14 @@ def load(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as file:
             if damaged := file.testzip():
                 raise UserError(f"{path} is damaged: the checksum of {damaged} is wrong; delete it")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile):
         raise UserError(f"{path} is not a checkpoint: {describe(path)}") from None
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} contains Python objects other than tensors; save model.state_dict() instead"
         ) from None
+    return content if isinstance(content, dict) else {}  # not a list or a lone tensor
 
 
 def describe(path: Path) -> str:

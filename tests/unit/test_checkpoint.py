@@ -225,10 +225,11 @@ def test_files_without_weights(
     [
         ({"epoch": 3}, "no weights"),
         ([1, 2], "no weights"),
+        (torch.ones(2), "no weights"),
         ({"weight": torch.tensor([1.0, float("nan")])}, "NaN in weight"),
         (nn.Linear(1, 1), "Python objects other than tensors"),
     ],
-    ids=["number", "list", "nan", "module"],
+    ids=["number", "list", "tensor", "nan", "module"],
 )
 def test_content_without_weights(content: Any, message: str, tmp_path: Path) -> None:
     torch.save(content, path := tmp_path / "weights.pt")
