@@ -24,10 +24,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def set_kernels(deterministic: bool, device: torch.device) -> None:
-    """Disable TF32 on CUDA, and select fast or deterministic kernels.
-
-    By default, torch uses TF32 only in cuDNN, for convolutions and RNNs.
-    """
+    """Disable TF32 on CUDA, and select fast or deterministic kernels."""
     if device.type != "cuda":
         return
     backends: Any = torch.backends  # properties that type checkers do not see

@@ -172,10 +172,7 @@ def _is_first_error() -> bool:
 
 
 def _watch(signals: int, reports: Path) -> None:
-    """Exit when the parent process is killed, because nothing else would end this rank.
-
-    This thread also answers SIGUSR1 when the main thread is blocked in a collective.
-    """
+    """Answer SIGUSR1; exit when the parent is killed, because nothing else would end this rank."""
     parent, agent = multiprocessing.parent_process(), os.getppid()
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     while True:
