@@ -201,10 +201,10 @@ def compare(folder: Path, processes: Mapping[int, str], since: float) -> list[st
         host, pid = process.split()
         local = host == platform.node()
         states[rank] = _process_state(int(pid)) if local else f"on {host} did not report"
-        if line := _fatal_line(folder / f"rank-{rank}.txt"):
-            states[rank] = f"was aborted at {line}"
         if states[rank] == SILENT:
             os.kill(int(pid), signal.SIGUSR1)
+        elif line := _fatal_line(folder / f"rank-{rank}.txt"):
+            states[rank] = f"was aborted at {line}"
     if SILENT in states.values():
         time.sleep(2)  # a rank that is blocked in a collective reports after half a second
     written = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]

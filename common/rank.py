@@ -58,10 +58,11 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
     """Return this rank's device and backend, and set its number of CPU threads."""
     # More threads than cores slow a rank down. The number affects the last bits of a sum, so it
     # must not depend on the launcher: torchrun's default, OMP_NUM_THREADS=1, is ignored.
-    threads = os.environ.get("OMP_NUM_THREADS")
+    variable = os.environ.get("OMP_NUM_THREADS", "")
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and here.local_world_size > 1
-    if not threads or (threads == "1" and by_torchrun):
-        torch.set_num_threads(max(1, cpu_count() // here.local_world_size))
+    ignored = not variable.isdigit() or (variable == "1" and by_torchrun)
+    threads = cpu_count() // here.local_world_size if ignored else int(variable)
+    torch.set_num_threads(max(1, threads))
     if here.local_world_size == here.world_size:  # use no socket that other machines can reach
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     wanted = args.dist_backend if isinstance(args, NodeArgs) else "auto"
@@ -125,7 +126,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
             if silent and code > 128:
                 os._exit(code)
             if silent:
-                time.sleep(15)
+                time.sleep(min(15, args.timeout / 2))
             if _is_first_error():
                 print(message, file=sys.stderr, flush=True)
             if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -73,17 +73,17 @@ def test_device_and_backend(
         ({}, ALONE, 4),
         ({}, TWO_BY_TWO, 4),
         ({}, Place(0, 0, 16, 16, ""), 1),
-        ({"OMP_NUM_THREADS": "3"}, ALONE, None),  # torch reads the variable
-        ({"OMP_NUM_THREADS": "1"}, ALONE, None),
+        ({"OMP_NUM_THREADS": "3"}, ALONE, 3),
+        ({"OMP_NUM_THREADS": "1"}, ALONE, 1),
         # torchrun sets 1 if the user does not; the bits of a training depend on the number.
         ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, ALONE, 4),
-        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, ALONE, None),
+        ({"OMP_NUM_THREADS": "2", "TORCHELASTIC_RUN_ID": "x"}, ALONE, 2),
     ],
 )
-def test_threads(env: dict[str, str], here: Place, threads: int | None, environment: Any) -> None:
+def test_threads(env: dict[str, str], here: Place, threads: int, environment: Any) -> None:
     environment.update(env)
     choose_device(RunArgs(device="cpu"), here)
-    assert environment.get("threads") == threads
+    assert environment["threads"] == threads
 
 
 def test_batches_are_divided_equally() -> None:
