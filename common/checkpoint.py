@@ -113,7 +113,10 @@ def save_weights(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, 
     # safetensors rejects tied weights; a clone is written once per name.
     tensors = {name: value.detach().cpu().clone().contiguous() for name, value in weights.items()}
     temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, {name: json.dumps(value) for name, value in about.items()})
+    try:
+        save_file(tensors, temporary, {name: json.dumps(value) for name, value in about.items()})
+    except SafetensorError as error:
+        raise UserError(f"cannot write {path}: {error}; check space and permissions") from None
     temporary.replace(path)
 
 

@@ -75,9 +75,7 @@ def image_data(name: str, folder: Path) -> ImageData:
             _download(name, folder)
         if dist.is_initialized():
             dist.barrier()  # all ranks wait until every node has the files
-    images, labels = _read_idx(root, "train-images"), _read_idx(root, "train-labels")
-    test_images, test_labels = _read_idx(root, "t10k-images"), _read_idx(root, "t10k-labels")
-    return _normalized(name, (images, labels), (test_images, test_labels))
+    return _normalized(name, _read_split(root, "train"), _read_split(root, "t10k"))
 
 
 def _digits() -> ImageData:
@@ -110,8 +108,16 @@ def _find(root: Path, stem: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def _read_split(root: Path, split: str) -> tuple[Tensor, Tensor]:
+    """Read a split's images [N, S, S] and labels [N], both uint8."""
+    images, labels = _read_idx(root, f"{split}-images"), _read_idx(root, f"{split}-labels")
+    if images.shape != (len(labels), images.shape[-1], images.shape[-1]) or labels.dim() != 1:
+        shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
+        raise UserError(f"{root}: {split} {shapes}; expected [N, S, S] and [N]")
+    return images, labels
+
+
 def _read_idx(root: Path, stem: str) -> Tensor:
-    """Read images [N, S, S] or labels [N], as uint8."""
     path = _find(root, stem)
     if path is None:
         raise UserError(

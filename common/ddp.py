@@ -115,8 +115,9 @@ class ResumableSampler(DistributedSampler[Any]):
     the first epoch. `set_epoch` does not reach them, but random crops must differ between epochs.
     """
 
-    skip = 0  # number of this rank's samples to skip
+    skip = 0  # number of this rank's samples that the next iteration skips
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield (epoch, index) for each of this rank's samples."""
-        return ((self.epoch, index) for index in islice(super().__iter__(), self.skip, None))
+        epoch, skip, self.skip = self.epoch, self.skip, 0
+        return ((epoch, index) for index in islice(super().__iter__(), skip, None))

@@ -180,6 +180,8 @@ def test_weights_keep_names_and_metadata(tmp_path: Path) -> None:
     assert read == about
     save_file(WEIGHTS, path, {"format": "pt"})  # of another program
     assert equal(checkpoint.load_weights(path)[0], WEIGHTS)
+    with pytest.raises(UserError, match="cannot write"):
+        checkpoint.save_weights(tmp_path / "absent" / "best.safetensors", tied, about)
 
 
 def test_own_names_of_a_model_stay(tmp_path: Path) -> None:

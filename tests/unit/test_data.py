@@ -164,6 +164,14 @@ def test_damaged_files_are_named(files: Path, kind: str) -> None:
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(("train", "labels"), [((7, 12, 12), 6), ((7, 12, 13), 7), ((7, 144), 7)])
+def test_shapes_that_do_not_fit(files: Path, train: tuple[int, ...], labels: int) -> None:
+    (files / f"{IMAGES}-ubyte").write_bytes(idx(np.zeros(train)))
+    (files / f"{LABELS}-ubyte").write_bytes(idx(np.zeros(labels)))
+    with pytest.raises(UserError, match=f"train images .{train[0]}"):
+        image_data(str(files), Path("unused"))
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_missing_files_are_named(files: Path, name: str) -> None:
     (files / f"{name}-ubyte").unlink()
