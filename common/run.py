@@ -108,7 +108,8 @@ class Run:
             text = f"cannot write to --out {self.args.out}: {error.strerror}"
             raise UserError(f"{text}; choose another folder") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # flock would be inherited by loader workers, which may outlive a killed rank.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is using {self.args.out}; use another --out") from None
         except OSError as error:  # on a network file system without locks

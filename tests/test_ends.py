@@ -174,10 +174,10 @@ def report("""
 
 def test_folder_of_another_run_is_locked(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with (tmp_path / "out" / "lock").open("w") as lock:
+    with (tmp_path / "out" / "lock").open("w+") as lock:
         lock.write("processes of that run")
         lock.flush()
-        fcntl.flock(lock, fcntl.LOCK_SH)  # even a shared lock is enough
+        fcntl.lockf(lock, fcntl.LOCK_SH)  # even a shared lock is enough
         training = run(2, [], tmp_path / "out")
     assert (tmp_path / "out" / "lock").read_text() == "processes of that run"
     assert training.codes[0] == 2, training.text

@@ -55,6 +55,24 @@ def test_equal_score_is_not_the_best(tmp_path: Path) -> None:
     assert weights["weight"].item() == 2
 
 
+def begin_twice(out: Path) -> None:
+    reading, writing = os.pipe()
+    if (first := os.fork()) == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        begin(out)
+        if os.fork() == 0:  # like a loader worker
+            os.close(writing)
+            os.read(reading, 1)  # until the other processes have closed the pipe
+        os._exit(0)
+    assert os.waitpid(first, 0)[1] == 0
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    begin(out)
+
+
+def test_worker_of_a_killed_rank_does_not_lock_the_folder(tmp_path: Path) -> None:
+    ranks.call(begin_twice, tmp_path / "out", folder=tmp_path)
+
+
 def averaged(out: Path) -> None:
     model = nn.Linear(1, 1)
     average = AveragedModel(nn.Linear(1, 1))
