@@ -156,7 +156,7 @@ def measure(args: Measurement) -> Result:
         sizes, starts, steps, megabytes = (8, 64), (2,), 80, 64
     joined = compare({f"{n} ranks": partial(rendezvous, n) for n in sizes}, rounds)
     grouped = compare({f"{n} ranks": partial(rendezvous, n, True) for n in sizes[:4]}, rounds)
-    if not args.quick:  # gloo connects every pair of ranks: minutes, 7 GiB and 270,000 open files
+    if not args.quick:  # gloo connects every pair: 7 GiB and 270,000 open files
         grouped |= compare({"512 ranks": partial(rendezvous, 512, True)}, 1)
     started = compare({f"{n} ranks": partial(start, n) for n in starts}, rounds)
     tables = {

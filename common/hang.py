@@ -133,7 +133,7 @@ def _name(reports: list[dict[str, Any]], what: str) -> str:
 
 
 def keep_fatal_stack(folder: Path) -> None:
-    """Write the stack to `folder`/rank-R.txt if gloo aborts this rank after a message's size."""
+    """Write this rank's stack to `folder`/rank-R.txt if a signal like SIGABRT kills the rank."""
     with contextlib.suppress(OSError):  # a run does not need this file
         folder.mkdir(parents=True, exist_ok=True)
         faulthandler.enable((folder / f"rank-{dist.get_rank()}.txt").open("w"))
