@@ -188,7 +188,7 @@ class Run:
                 raise UserError(f"{path} does not match {name}: {reason}") from None
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
         self.best, self.metrics = state["best"], state["metrics"]
-        self._epoch_losses = state["losses"]
+        self._epoch_losses = state["epoch_losses"]
         if len(state["random"]) == self.world_size:
             now, self._epoch_random = state["random"][self.rank]
             checkpoint.restore_random_state(now)
@@ -208,7 +208,7 @@ class Run:
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         state: dict[str, Any] = {"parts": parts, "random": random, "metrics": self.metrics}
         state |= {"epoch": self.epoch, "batch": self.batch, "step": self.step, "best": self.best}
-        state |= {"args": self.flags, "about": self.about, "losses": self._epoch_losses}
+        state |= {"args": self.flags, "about": self.about, "epoch_losses": self._epoch_losses}
         path = self.args.out / "checkpoints" / f"step-{self.step:08}.pt"
         if self.rank == 0:
             checkpoint.save(path, state)
