@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterable
 
 LOST = 75
-# Exit codes of ranks that failed because of another rank: a lost connection, or torchrun's SIGTERM.
-CONSEQUENCES = {LOST: 1, 128 + signal.SIGTERM: 2, -signal.SIGTERM: 2}
+# Exit codes of ranks that failed because of another rank: a lost connection, NCCL's watchdog, which
+# aborts the rank after a timeout, or torchrun's SIGTERM.
+CONSEQUENCES = {LOST: 1, -signal.SIGABRT: 1, 128 + signal.SIGTERM: 2, -signal.SIGTERM: 2}
 
 
 def main(arguments: list[str]) -> int:
@@ -48,6 +49,8 @@ def main(arguments: list[str]) -> int:
 def exit_code(codes: Iterable[int]) -> int:
     """Return the exit code of the rank that caused the failure; signal n counts as 128 + n."""
     code = min(codes, key=lambda code: (CONSEQUENCES.get(code, 0), code))
+    if code == -signal.SIGABRT:
+        return LOST
     if code < 0:
         print(f"error: a rank was killed by {signal.Signals(-code).name}", file=sys.stderr)
     return code if code > 0 else 128 - code

@@ -21,6 +21,9 @@ CODES = f"import runpy; print(runpy.run_path({str(SCRIPT)!r})['exit_code']({{}})
         ([143, 1], 1),
         ([143, 75], 75),  # it lost another node; then torchrun stopped the other rank
         ([75, -9], 137),
+        ([75, -6], 75),  # NCCL's watchdog aborted a rank after a timeout
+        ([-6, -9], 137),
+        ([-6, -15], 75),
         ([-11, 75, -15], 139),
         ([-15, 143], 143),
     ],
