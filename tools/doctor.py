@@ -48,6 +48,8 @@ class Args:
     """Port of node 0."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device that the runs will use."""
+    timeout: float = 60.0
+    """Time to wait for the other ranks, in seconds."""
 
 
 class Finding(NamedTuple):
@@ -215,7 +217,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     findings += [check_master(args.master_addr, args.master_port)] if args.master_addr else []
     devices = list(check_devices(args.device, local_rank, ranks)) if args.device != "cpu" else []
     try:
-        device = init_distributed(RunArgs(device=args.device, timeout=60), local_rank)
+        device = init_distributed(RunArgs(device=args.device, timeout=args.timeout), local_rank)
     except (UserError, OSError, RuntimeError, ValueError) as error:
         if local_rank == 0:
             report([findings + devices], 1)

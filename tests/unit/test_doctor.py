@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common.launch import RunArgs
 from tests import ranks
 from tools import doctor
 
@@ -141,9 +140,7 @@ def program(rank: int, local_rank: int, port: str, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(local_rank)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(1 + local_rank), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = port
-    quick = RunArgs(device="cpu", timeout=5.0)
-    pytest.MonkeyPatch().setattr(doctor, "RunArgs", lambda **_: quick)
-    doctor.main_worker(local_rank, doctor.Args(out, "127.0.0.1", int(port), "cpu"))
+    doctor.main_worker(local_rank, doctor.Args(out, "127.0.0.1", int(port), "cpu", timeout=5.0))
 
 
 def test_rank_0_reports(tmp_path: Path) -> None:
@@ -172,8 +169,10 @@ def test_an_error_of_one_rank_ends_all_ranks_with_2(tmp_path: Path) -> None:
     assert "out1 is not shared with rank 0 (rank 1); mount the same folder" in texts[0]
 
 
-def test_a_machine_reports_if_the_ranks_cannot_connect(tmp_path: Path) -> None:
-    codes, (text,) = ranks._forked([(program, 1, 0, str(ranks.free_port()), tmp_path)], tmp_path)
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_machine_reports_if_the_ranks_cannot_connect(local_rank: int, tmp_path: Path) -> None:
+    job = (program, 1, local_rank, str(ranks.free_port()), tmp_path)
+    codes, (text,) = ranks._forked([job], tmp_path)
     assert codes == [2]
-    assert "memory: " in text
+    assert ("memory: " in text) == (local_rank == 0)
     assert text.count("error: the ranks cannot connect: node 0 did not accept connections") == 1
