@@ -40,11 +40,6 @@ class ImageData:
         return f"{about}; {absent}" if absent else about
 
     @property
-    def classes(self) -> int:
-        """Number of classes."""
-        return len(self.class_names)
-
-    @property
     def about(self) -> dict[str, Any]:
         """Metadata to save with the weights; tools/predict.py reads it."""
         about = {"model": "DigitNet", "classes": self.class_names, "size": self.size}
@@ -70,11 +65,12 @@ def image_data(name: str, folder: Path) -> ImageData:
     root = Path(name).expanduser()
     if name in TORCHVISION:
         root = folder / TORCHVISION[name] / "raw"
-        missing = not _find(root, "t10k-labels")  # torchvision downloads this file last
-        if missing and os.environ.get("LOCAL_RANK", "0") == "0":
-            _download(name, folder)
-        if dist.is_initialized():
-            dist.barrier()  # all ranks wait until every node has the files
+        # Rank 0 downloads first, because nodes may share the folder.
+        for downloads in (os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")):
+            if downloads == "0" and not _find(root, "t10k-labels"):  # the last file to download
+                _download(name, folder)
+            if dist.is_initialized():
+                dist.barrier()
     return _normalized(name, _read_split(root, "train"), _read_split(root, "t10k"))
 
 

@@ -82,7 +82,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     data = image_data(args.dataset, Path("data"))
     images, labels = (tensor.to(device) for tensor in data.train.tensors)
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
-    model = DigitNet(data.size, data.classes).to(device)
+    model = DigitNet(data.size, len(data.class_names)).to(device)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)  # all ranks start with rank 0's model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.5)

@@ -68,7 +68,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         pin_memory=cuda,
     )
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
-    model = DigitNet(data.size, data.classes).to(device)
+    model = DigitNet(data.size, len(data.class_names)).to(device)
     optimizer = SGD(model.parameters(), LR, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
     scheduler = OneCycleLR(optimizer, LR, args.epochs * len(loader), cycle_momentum=False)
     chunks = [len(chunk) for chunk in torch.arange(local_batch).chunk(len(devices))]

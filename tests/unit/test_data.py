@@ -87,15 +87,15 @@ def test_idx_files_as_people_have_them(files: Path, form: Callable[[Path], None]
     expected = (pixels / 255 - data.mean) / data.std
     torch.testing.assert_close(data.train.tensors[0], expected[:, None])
     assert torch.equal(data.test.tensors[1], labels)
-    assert (data.size, data.classes, len(data.train), len(data.test)) == (12, 7, 7, 5)
+    assert (data.size, len(data.class_names), len(data.train), len(data.test)) == (12, 7, 7, 5)
 
 
 @pytest.mark.parametrize(("train", "test"), [(13, 12), (4, 9)])
 def test_classes_are_counted_in_both_sets(tmp_path: Path, train: int, test: int) -> None:
     write(tmp_path, np.arange(1, train), np.arange(1, test))  # like EMNIST's letters: no class 0
     data = image_data(str(tmp_path), Path("unused"))
-    assert data.classes == max(train, test)
-    assert data.class_names == [str(label) for label in range(data.classes)]
+    assert len(data.class_names) == max(train, test)
+    assert data.class_names == [str(label) for label in range(max(train, test))]
 
 
 def test_classes_without_test_images_are_named(tmp_path: Path) -> None:
@@ -184,29 +184,36 @@ def test_a_dataset_that_does_not_exist() -> None:
         image_data("no/such/folder", Path("unused"))
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_one_process_per_node_downloads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "expected"),
+    [
+        ("0", "0", ["download", "barrier", "barrier"]),
+        ("2", "0", ["barrier", "download", "barrier"]),
+        ("2", "0", ["barrier", "barrier"]),  # rank 0 has downloaded the files by now
+        ("1", "1", ["barrier", "barrier"]),
+    ],
+)
+def test_one_process_per_folder_downloads(
+    rank: str, local_rank: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait at a barrier, and find the files after it."""
     calls = []
 
     def download(root: str, download: bool) -> None:
-        assert download
         calls.append("download")
         write(Path(root) / "FashionMNIST" / "raw", np.arange(10), np.arange(10), 28)
 
     def barrier() -> None:
+        if "download" not in expected:
+            write(tmp_path / "FashionMNIST" / "raw", np.arange(10), np.arange(10), 28)
         calls.append("barrier")
-        if local_rank == 1:  # rank 0 has downloaded by now
-            download(str(tmp_path), True)
 
     monkeypatch.setattr(torchvision.datasets, "FashionMNIST", download)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "barrier", barrier)
-    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     data = image_data("fashion-mnist", tmp_path)
-    assert calls == (["download", "barrier"] if local_rank == 0 else ["barrier", "download"])
+    assert calls == expected
     assert (data.class_names[0], data.class_names[9]) == ("T-shirt/top", "Ankle boot")
     calls.clear()
     image_data("fashion-mnist", tmp_path)  # the files are there
