@@ -51,7 +51,9 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help=f"continue from {CHECKPOINT}")
     args = parser.parse_args()
 
-    cuda, local_rank = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    # NCCL needs a GPU for each rank of this machine.
+    cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

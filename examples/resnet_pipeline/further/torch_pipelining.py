@@ -58,6 +58,7 @@ def stage_indices(schedule: str, rank: int, ranks: int) -> list[int]:
 def train(args: Args, device: torch.device) -> list[float]:
     """Train, print the time per step, and return the losses. Every rank calls this."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else device  # gloo sends no CUDA
     indices = stage_indices(args.schedule, rank, ranks)
     stages, modules, built = len(indices) * ranks, [], []
     for index in indices:

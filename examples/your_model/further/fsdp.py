@@ -61,7 +61,7 @@ def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int)
 
 def main(steps: int, folder: Path) -> None:
     """Train for `steps` steps from the newest checkpoint, and write a new one."""
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # as NCCL requires
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
