@@ -98,7 +98,8 @@ class Log:
         if self.active:
             self.write()
             self._events.close()
-            draw_curves(read_points(self._metrics), self.out / "curves.png")
+            if points := read_points(self._metrics):
+                draw_curves(points, self.out / "curves.png")
             where = {"host": platform.node(), "commit": _commit(), "torch": torch.__version__}
             text = json.dumps({**result, **where}, indent=2, default=str)
             (self.out / "result.json").write_text(text + "\n")

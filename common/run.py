@@ -22,7 +22,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import checkpoint, hang
-from common.ddp import ResumableSampler, check_replicas, unwrapped
+from common.ddp import check_replicas, unwrapped
 from common.launch import STOP_SIGNALS, NodeArgs, RunArgs, UserError
 from common.log import Log
 from common.precision import autocast, set_kernels
@@ -78,12 +78,13 @@ class Run:
         self._epoch_losses: list[float] = []  # this epoch's losses, averaged over the ranks
         self._epochs, self._speed = args.epochs, 0.0
         self._began = time.perf_counter()
+        self._continues = False  # True after loading a checkpoint from --out
         self._log = Log(args.out, active=self.rank == 0)
         self.print0, self.warn, self.scalars = self._log.print0, self._log.warn, self._log.add
         self._lock_folder()
         self._greet(what, replicas)
         self._resume()
-        self._log.open(self.step)
+        self._log.open(self.step if self._continues else 0)
         dist.barrier()  # no rank continues before rank 0 has moved an earlier run's files
         if self.world_size > 1:
             hang.keep_fatal_stack(args.out / "hang")
@@ -131,13 +132,13 @@ class Run:
             f"batch {self.args.batch_size} = {parts} {unit}{'s' * (parts > 1)} x {local_batch}"
         )
 
-    # ------------------------------------------------------------------------------- checkpoints
-
     def _resume(self) -> None:
         """Load the checkpoint or weights that --resume specifies. Every rank calls this."""
         resume, found = self.args.resume, None
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            resume = "auto"  # torchrun restarted this process
+        restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        dist.all_reduce(restarts, dist.ReduceOp.MAX)  # each node's torchrun counts separately
+        if restarts and checkpoint.checkpoints(self.args.out / "checkpoints"):
+            resume = "auto"
         if resume == "auto":
             found = checkpoint.newest(self.args.out / "checkpoints", self.warn)
         elif resume != "no" and Path(resume).suffix == ".pt":
@@ -172,7 +173,7 @@ class Run:
         checkpoint.check_classes(path, state.get("about", {}), self.about)
         for name, value in state["args"].items():
             now = self.flags.get(name)
-            if value != now and name in ("seed", "batch_size"):
+            if value != now and name in ("seed", "batch_size", "start_epoch"):
                 flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} differs from its value in {path}; use {flag} {value}")
             if value != now and name not in FREE:
@@ -187,7 +188,9 @@ class Run:
                 reason = str(error).splitlines()[-1].strip()
                 raise UserError(f"{path} does not match {name}: {reason}") from None
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
-        self.best, self.metrics = state["best"], state["metrics"]
+        self._continues = path.resolve().parent == (self.args.out / "checkpoints").resolve()
+        self.best = state["best"] if self._continues else None
+        self.metrics, self._began = state["metrics"], self._began - state["seconds"]
         self._epoch_losses = state["epoch_losses"]
         if len(state["random"]) == self.world_size:
             now, self._epoch_random = state["random"][self.rank]
@@ -208,13 +211,12 @@ class Run:
         parts = {name: part.state_dict() for name, part in self.parts.items()}
         state: dict[str, Any] = {"parts": parts, "random": random, "metrics": self.metrics}
         state |= {"epoch": self.epoch, "batch": self.batch, "step": self.step, "best": self.best}
+        state["seconds"] = time.perf_counter() - self._began
         state |= {"args": self.flags, "about": self.about, "epoch_losses": self._epoch_losses}
         path = self.args.out / "checkpoints" / f"step-{self.step:08}.pt"
         if self.rank == 0:
             checkpoint.save(path, state)
         return path
-
-    # ---------------------------------------------------------------------------------- the loop
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the remaining epochs; a resumed run starts in the interrupted epoch."""
@@ -239,14 +241,14 @@ class Run:
         """
         skipped = 0
         if isinstance(loader, DataLoader):
-            sampler = loader.sampler
+            sampler: Any = loader.sampler
             shuffles = isinstance(sampler, DistributedSampler) and getattr(sampler, "shuffle", True)
             if shuffles and sampler.epoch == 0 < self.epoch:
                 raise UserError(
                     "every epoch would have the same order; "
                     "call sampler.set_epoch(epoch) at the start of each epoch"
                 )
-            if isinstance(sampler, ResumableSampler):
+            if hasattr(sampler, "skip"):  # for example, a ResumableSampler
                 skipped = self.batch
                 sampler.skip = skipped * (loader.batch_size or 1)
             # Loader workers draw different numbers on each rank, but repeat them after resuming.
@@ -348,8 +350,6 @@ class Run:
         result |= {"device": self.device.type, "threads": torch.get_num_threads()}
         self._log.close(result | facts)
         self.print0(f"{self.step} steps in {seconds:.1f} s; {parameters[:12]}; {self.args.out}")
-
-    # -------------------------------------------------------------------------------------- stop
 
     def _remember_signal(self, signum: int, _: object) -> None:
         self._signum = signum

@@ -146,6 +146,9 @@ def test_start_epoch_is_an_epoch_of_a_longer_run(images: Path, tmp_path: Path) -
     loss = nn.functional.cross_entropy(reference.GroupNet(12)(inputs), labels, label_smoothing=0.1)
     assert run.losses[0] == pytest.approx(loss.item(), rel=1e-5)
     assert run.checkpoint()["parts"]["scheduler"]["_last_lr"] == [0]
+    words = [*words, "--start-epoch", "1", "--resume", "auto"]
+    other = ranks.run(EXAMPLE, 1, words, out=tmp_path / "out", mutate=GROUP_NET)
+    assert "--start-epoch differs from its value in" in other.text
 
 
 @pytest.mark.parametrize("scale", ["", ", init_scale=2.0**60"])

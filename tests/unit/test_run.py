@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
 
+from common import checkpoint
 from common import run as run_module
 from common.checkpoint import load_weights
-from common.ddp import ResumableSampler
+from common.images import ResumableSampler
 from common.launch import RunArgs, UserError
 from common.run import Run
 from tests import ranks
@@ -321,15 +323,29 @@ def test_weights_that_do_not_fit(
 
 
 def _same_classes(out: Path, path: str) -> Any:
+    begin(out).save()  # another run, whose files are moved
     run = begin(out, resume=path, about={"classes": ("cat", "dog")})
-    return run.metrics, run.best
+    return run.metrics, run.best, len([*out.glob("earlier.0/checkpoints/*")])
 
 
 def test_classes_and_metrics_are_read_back(trained: Path, tmp_path: Path) -> None:
     for path in (trained / "best.safetensors", *(trained / "checkpoints").iterdir()):
         log = tmp_path / f"log{path.suffix}"
         found = ranks.call(_same_classes, tmp_path / path.suffix, str(path), folder=log, ranks=1)[0]
-    assert found == ({"accuracy": 0.5, "f1": 0.25}, 0.5)
+    assert found == ({"accuracy": 0.5, "f1": 0.25}, None, 1)
+
+
+def _continued(out: Path, path: Path) -> Any:
+    state = checkpoint.load(path) | {"seconds": 1000.0}
+    checkpoint.save(out / "checkpoints" / path.name, state)
+    run = begin(out, model=(model := nn.Linear(2, 2)), resume="auto")
+    run.finish(model)
+    return run.best, json.loads((out / "result.json").read_text())["seconds"] > 1000
+
+
+def test_best_score_and_time_are_continued(trained: Path, tmp_path: Path) -> None:
+    path = next((trained / "checkpoints").iterdir())
+    assert ranks.call(_continued, tmp_path / "out", path, folder=tmp_path, ranks=1) == [(0.5, True)]
 
 
 def _other_weights(out: Path, resume: str, classes: Any, features: int) -> str:
