@@ -30,7 +30,7 @@ from benchmarks import harness
 from benchmarks.harness import Claim, Measurement, Result, Table, compare, on_ranks, ratio, timed
 from common import checkpoint
 from common.launch import Place, RunArgs
-from common.rendezvous import wait_for_ranks
+from common.rank import wait_for_ranks
 from common.run import Run
 
 STEP = 0.005  # seconds of processor time

@@ -1,15 +1,13 @@
-"""Helpers for DistributedDataParallel and DistributedSampler."""
+"""Helpers for DistributedDataParallel."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 
 
 def warm_up_buckets(ddp: DistributedDataParallel) -> None:
@@ -31,27 +29,13 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
     if ddp.static_graph or sparse or hooked:
         return
-    ddp.module = _SumOfParameters(module)
-    try:
-        ddp(torch.empty(0)).backward()  # on a GPU, DDP needs an input
-    finally:
-        ddp.module = module
+    trained = [p for p in module.parameters() if p.requires_grad]
+    real = (torch.view_as_real(p) if p.is_complex() else p for p in trained)
+    device = trained[0].device  # a model can be spread over several devices
+    loss = cast("Tensor", sum(p.sum().to(device) for p in real))
+    ddp.reducer.prepare_for_backward([loss])  # as DDP does at the end of its forward pass
+    loss.backward()
     ddp.zero_grad(set_to_none=True)
-
-
-class _SumOfParameters(nn.Module):
-    """A stand-in for the model that returns the sum of its parameters; all gradients are 1."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.trained = [p for p in module.parameters() if p.requires_grad]
-        self.named_buffers = module.named_buffers  # otherwise DDP would not find them
-
-    def forward(self, _: Tensor) -> Tensor:
-        """Return the sum of all parameters."""
-        real = (torch.view_as_real(p) if p.is_complex() else p for p in self.trained)
-        device = self.trained[0].device  # a model can be spread over several devices
-        return cast("Tensor", sum(p.sum().to(device) for p in real))
 
 
 def unwrapped(model: Any) -> Any:
@@ -89,11 +73,10 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None = None) 
     for buffer in unwrapped(model).buffers():
         data = buffer.contiguous()  # a copy if the buffer is a non-contiguous view
         dist.broadcast(data, group=group, group_src=0)
-        if data is not buffer and dist.get_rank(group) != 0:
-            if 0 in buffer.stride():  # expanded: its elements share memory, so copy_ would raise
-                buffer.set_(data)
-            else:
-                buffer.copy_(data)
+        if 0 in buffer.stride():  # expanded: its elements share memory, so copy_ would raise
+            buffer.set_(data)
+        elif data is not buffer:
+            buffer.copy_(data)
 
 
 @torch.no_grad()
@@ -106,18 +89,3 @@ def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
     means = flat.split([tensor.numel() for tensor in tensors])
     for tensor, mean in zip(tensors, means, strict=True):
         tensor.copy_(mean.view(tensor.shape))
-
-
-class ResumableSampler(DistributedSampler[Any]):
-    """A DistributedSampler that can skip samples and yields (epoch, index) pairs.
-
-    The pairs contain the epoch because persistent loader workers keep a copy of the dataset from
-    the first epoch. `set_epoch` does not reach them, but random crops must differ between epochs.
-    """
-
-    skip = 0  # number of this rank's samples that the next iteration skips
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Yield (epoch, index) for each of this rank's samples."""
-        epoch, skip, self.skip = self.epoch, self.skip, 0
-        return ((epoch, index) for index in islice(super().__iter__(), skip, None))

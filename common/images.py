@@ -3,7 +3,8 @@
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms.v2 import functional as F
 
 from common.data import absent_classes, image_data
-from common.ddp import ResumableSampler
 from common.image_folder import ImageFolder, readable
 from common.launch import UserError
 from common.rank import print0
@@ -38,6 +38,21 @@ class InMemoryImages(Dataset[tuple[Tensor, Tensor]]):
         """Return an image and its label; the key is an index or (epoch, index)."""
         index = index[1] if isinstance(index, tuple) else index
         return self.pixels[index % len(self.pixels)], self.labels[index]
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """A DistributedSampler that can skip samples and yields (epoch, index) pairs.
+
+    The pairs contain the epoch because persistent loader workers keep a copy of the dataset from
+    the first epoch. `set_epoch` does not reach them, but random crops must differ between epochs.
+    """
+
+    skip = 0  # number of this rank's samples that the next iteration skips
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield (epoch, index) for each of this rank's samples."""
+        epoch, skip, self.skip = self.epoch, self.skip, 0
+        return ((epoch, index) for index in islice(super().__iter__(), skip, None))
 
 
 def image_loaders(
@@ -75,7 +90,8 @@ def image_loaders(
         UserError: nodes have different files, or there is only one class; see also `ImageFolder`.
     """
     if workers < 0:
-        cores = cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])
+        share = cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])
+        cores = max(share, torch.get_num_threads())  # under srun, a rank may see only its share
         workers = max(0, min(16, cores - 1)) if data else 0
     if dummy:
         train, test = _dummy_images(batch_size * (replicas or dist.get_world_size()), image_size)

@@ -95,8 +95,13 @@ class Place(NamedTuple):
 
 def launched() -> bool:
     """Return True if torchrun or srun started this process."""
-    step_tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))  # 1 in a shell of `srun --pty`
-    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE")) or step_tasks > 1
+    return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE")) or launched_by_srun()
+
+
+def launched_by_srun() -> bool:
+    """Return True if srun started this process as one of several tasks."""
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))  # 1 in a shell of `srun --pty`
+    return tasks > 1 and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def place(args: RunArgs, local_rank: int) -> Place:
@@ -128,6 +133,8 @@ def place(args: RunArgs, local_rank: int) -> Place:
 def _slurm_variables() -> dict[str, str]:
     """Return torchrun's variables for this task of srun."""
     env = os.environ
+    if cores := env.get("SLURM_CPUS_PER_TASK"):  # srun may bind each rank to its own cores
+        env.setdefault("OMP_NUM_THREADS", cores)
     # The first host of gpu[03-05,9],login is gpu03. The port is derived from the job ID, so that
     # two jobs on one host do not collide.
     host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", env["SLURM_STEP_NODELIST"]).split(",")[0]

@@ -1,17 +1,21 @@
-"""Initialize a rank and report its errors. docs/en/launchers.md lists the exit codes."""
+"""Let the ranks of a job join, and report their errors. docs/en/launchers.md lists exit codes."""
 
 import contextlib
 import faulthandler
 import functools
+import hashlib
 import multiprocessing
 import os
+import platform
+import secrets
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,7 +25,7 @@ import torch
 import torch.distributed as dist
 from joblib import cpu_count
 
-from common import hang, rendezvous
+from common import hang, launch
 from common.launch import LOST, STOP_SIGNALS, NodeArgs, Place, RunArgs, UserError, place
 
 # Substrings of gloo and NCCL errors when a process exits or does not respond within --timeout.
@@ -29,6 +33,9 @@ LOST_WORDS = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "imed out", "imeout"),
     *("Failed to recv", "remote process exited", "communicator was aborted"),
 )
+
+
+joined: dist.Store | None = None  # `record` uses it to select the rank that reports an error
 
 
 class Stopped(BaseException):
@@ -45,7 +52,7 @@ def init_distributed(args: RunArgs, local_rank: int) -> torch.device:
     device, backend = choose_device(args, here)
     dist.init_process_group(
         backend,
-        store=rendezvous.wait_for_ranks(here, args.timeout),
+        store=wait_for_ranks(here, args.timeout),
         rank=here.rank,
         world_size=here.world_size,
         timeout=timedelta(seconds=args.timeout),
@@ -76,10 +83,96 @@ def choose_device(args: RunArgs, here: Place) -> tuple[torch.device, str]:
     device = torch.device("cuda", here.local_rank % devices)
     torch.cuda.set_device(device)
     # NCCL rejects two ranks on one device. Under srun, each rank may see only its own device.
-    shared = here.local_world_size > devices and not (devices == 1 and "SLURM_PROCID" in os.environ)
+    shared = here.local_world_size > devices and not (devices == 1 and launch.launched_by_srun())
     if wanted == "gloo" or (wanted == "auto" and shared):
         return device, "gloo"
     return device, "cpu:gloo,cuda:nccl"  # collectives on CPU tensors use gloo
+
+
+def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
+    """Wait until all ranks have joined, and return their store. Every rank calls this.
+
+    Raises:
+        TimeoutError: ranks are missing after `seconds`; the message names them.
+        UserError: the port is in use, or the ranks were started with different world sizes.
+    """
+    global joined
+    if here.world_size == 1:
+        return dist.HashStore()
+    if here.init_method.startswith("file://"):
+        store = dist.FileStore(here.init_method.removeprefix("file://"), here.world_size)
+    else:
+        store = _connect(here, seconds)
+    joined = _join(store, here, seconds)
+    joined.set(f"process/{here.rank}", f"{platform.node()} {os.getpid()}")  # for hang.py
+    return joined
+
+
+def _connect(here: Place, seconds: float) -> dist.Store:
+    host, _, port = here.init_method.removeprefix("tcp://").rpartition(":")
+    address, timeout = (host.strip("[]"), int(port)), timedelta(seconds=seconds)
+    is_host = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not is_host:
+        _await_host(address, seconds)
+    try:
+        return dist.TCPStore(*address, is_master=is_host, timeout=timeout, wait_for_workers=False)
+    except dist.DistNetworkError:
+        raise UserError(f"port {port} is already in use; choose a different port") from None
+
+
+def _await_host(address: tuple[str, int], seconds: float) -> None:
+    """Wait until the store's host accepts connections; the host's DNS name may not exist yet."""
+    for _ in _attempts(seconds):  # TCPStore also waits, but prints C++ frames on failure
+        with contextlib.suppress(OSError):
+            return socket.create_connection(address, timeout=1).close()
+    raise TimeoutError(
+        f"node 0 did not accept connections at {address[0]}:{address[1]} within {seconds:g} s; "
+        f"check the address, the port and the firewall"
+    )
+
+
+def _attempts(seconds: float) -> Iterator[None]:
+    """Yield at growing intervals for the given number of seconds."""
+    deadline, pause = time.monotonic() + seconds, 0.002
+    while time.monotonic() < deadline:
+        yield
+        time.sleep(pause)
+        pause = min(0.5, 2 * pause)
+
+
+def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
+    """Join the current attempt to run the job; return a view of the store for this attempt.
+
+    torchrun keeps one store across all restarts, so the store still contains addresses of exited
+    processes. Each process therefore registers under a random ID, and rank 0 publishes the list of
+    IDs. Once every rank has acknowledged a list, that list defines the job.
+    """
+    own_id = f"{secrets.token_hex(8)}/{here.world_size}"
+    keys = expected = [f"participant/{rank}" for rank in range(here.world_size)]
+    store.set(keys[here.rank], own_id)
+    for _ in _attempts(seconds):
+        if here.rank == 0 and store.check(keys):
+            store.set("participants", b" ".join(store.multi_get(keys)).decode())
+        ids = store.get("participants").split() if store.check(["participants"]) else []
+        if own_id.encode() in ids:
+            _check_world_sizes(ids)
+            job = hashlib.sha256(b" ".join(ids)).hexdigest()[:16]
+            expected = [f"{job}/{rank}" for rank in range(here.world_size)]
+            store.set(expected[here.rank], "")
+            if store.check(expected):
+                return dist.PrefixStore(job, store)
+    _check_world_sizes(store.multi_get([key for key in keys if store.check([key])]))
+    missing = ", ".join(str(rank) for rank, key in enumerate(expected) if not store.check([key]))
+    raise TimeoutError(f"rank {missing} of {here.world_size} did not join within {seconds:g} s")
+
+
+def _check_world_sizes(ids: list[bytes]) -> None:
+    sizes = sorted({int(participant.rpartition(b"/")[2]) for participant in ids})
+    if len(sizes) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # elastic jobs may be resized
+        raise UserError(
+            f"the ranks were started with different world sizes: {sizes}; "
+            f"use the same --world-size and --nproc on all nodes"
+        )
 
 
 def local_batch_size(batch_size: int, ranks: int) -> int:
@@ -117,7 +210,7 @@ def record(main_worker: Callable[..., Any]) -> Callable[..., Any]:
         except (Exception, Stopped) as error:
             # Before they join, all ranks on this machine fail in the same way. Local rank 0 reports
             # the error; then the launcher's signal kills the other ranks.
-            silent = rendezvous.joined is None and local_rank > 0
+            silent = joined is None and local_rank > 0
             for signum in STOP_SIGNALS:
                 signal.signal(signum, signal.SIG_DFL if silent else lambda *_: None)
             # Limit the time: if the store's host is frozen, requests block.
@@ -158,14 +251,16 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
         timed_out = "imed out" in text or "imeout" in text
         first = text.splitlines()[0]
         what = "the other ranks do not respond" if timed_out else f"lost a connection: {first}"
-        found = hang.after_loss(reports, error, rendezvous.joined)
+        if text.startswith("DataLoader timed out"):
+            what = "the data loader does not respond; check the disk, --workers and --timeout"
+        found = hang.after_loss(reports, error, joined)
         return "\n".join([f"error: rank {rank}: {what}", *found]), LOST
     return f"error: rank {rank}: {''.join(traceback.format_exception(error))}", 1
 
 
 def _is_first_error() -> bool:
     """Return True if no other rank has reported an error; later errors are only consequences."""
-    store = rendezvous.joined
+    store = joined
     key = f"error/{os.environ.get('GROUP_RANK', '')}"  # under torchrun, each node has its own log
     with contextlib.suppress(RuntimeError):
         return store is None or store.add(key, 1) == 1

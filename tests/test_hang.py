@@ -26,12 +26,12 @@ def planted(code: str) -> list[tuple[str, str, str]]:
     lines = f"{LOOP}            if run.step == 4:\n                {code}\n"
     return [
         (TRAIN, LOOP, lines),
-        (TRAIN, IMPORTS, f"import os\nfrom common import rendezvous\n{IMPORTS}"),
+        (TRAIN, IMPORTS, f"import os\nfrom common import rank as _rank\n{IMPORTS}"),
     ]
 
 
 # Waits until a rank has reported the error; the report is then complete.
-STUCK = 'rendezvous.joined.wait(["error/"], timedelta(seconds=100))'
+STUCK = '_rank.joined.wait(["error/"], timedelta(seconds=100))'
 DIFFERS = r"the ranks differ in collective \d+: "
 
 

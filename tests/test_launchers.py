@@ -145,16 +145,6 @@ def test_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
     assert program.code == -9
 
 
-def test_exception_of_one_rank_is_one_traceback(tmp_path: Path) -> None:
-    loss = "run.log(loss if rank == 0 else None)"
-    mutate = [(f"{EXAMPLE}.train", "run.log(loss)", loss)]
-    program = programs.run(*SPAWN, tmp_path / "out", mutate=mutate)
-    assert program.code == 1, program.stderr
-    assert program.stderr.count("Traceback (most recent call last)") == 1
-    assert len(errors(program)) == 1, program.stderr
-    assert "rank 1: Traceback" in errors(program)[0]
-
-
 MISTAKES = [
     ["--batch-size", "121"],
     ["--device", "cuda"],
@@ -173,17 +163,6 @@ def test_mistake_is_reported_once(flags: list[str], tmp_path: Path) -> None:
     assert lines.count(lines[0]) == 1, program.stderr
     assert len(errors(program)) == (not lines[0].startswith("╭")), program.stderr
     assert "Traceback" not in program.stderr
-
-
-def test_nodes_with_different_world_sizes(tmp_path: Path) -> None:
-    url = f"tcp://localhost:{ranks.free_port()}"
-    node = [*PYTHON, EXAMPLE, *FLAGS, "--out", str(tmp_path / "out"), "--dist-url", url]
-    commands = [[*node, "--world-size", "2", "--rank", "0"]]
-    commands += [[*node, "--world-size", "3", "--rank", "1"]]
-    first, second = programs.run_all(*commands, env=[{}, {}])
-    assert first.code == 2
-    assert len(first.stderr.splitlines()) == len(second.stderr.splitlines()) == 1
-    assert "different world sizes: [2, 3]" in first.stderr
 
 
 def test_help_is_quick_to_import(tmp_path: Path) -> None:

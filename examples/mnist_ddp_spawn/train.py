@@ -24,8 +24,7 @@ from common.data import DigitNet, image_data
 from common.ddp import warm_up_buckets
 from common.evaluate import Evaluation, evaluate, write_predictions
 from common.launch import place
-from common.rank import choose_device, local_batch_size, record
-from common.rendezvous import wait_for_ranks
+from common.rank import choose_device, local_batch_size, record, wait_for_ranks
 from common.run import Run
 
 from .args import Args
@@ -70,7 +69,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     # Without drop_last, this sampler repeats samples; `evaluate` removes the repeats.
     test_loader = DataLoader(data.test, 1000, sampler=DistributedSampler(data.test, shuffle=False))
     model = DDP(
-        DigitNet(data.size, data.classes).to(device),
+        DigitNet(data.size, len(data.class_names)).to(device),
         device_ids=[device] if cuda else None,  # output_device defaults to this device
         find_unused_parameters=False,  # True if some steps do not use all parameters
         gradient_as_bucket_view=True,  # avoids a copy of the gradients

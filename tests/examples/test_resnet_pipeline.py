@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-from common.ddp import ResumableSampler
 from common.image_folder import ImageFolder
+from common.images import ResumableSampler
 from common.launch import UserError
 from examples.resnet_pipeline import pipeline as pipelines
 from examples.resnet_pipeline.data import without_images

@@ -32,7 +32,7 @@ def name(path: Path, line: int = 0) -> str:
 
 def cap(path: Path) -> int:
     if "examples" not in path.parts:
-        return {"run.py": 380, "launch.py": 260}.get(path.name, 250)
+        return {"run.py": 380, "launch.py": 265, "rank.py": 280}.get(path.name, 250)
     if path.parent.name == "further":
         return 150
     longer = 150 if path.parent.name == "imagenet_ddp" else 120
@@ -46,7 +46,7 @@ def test_files_are_short() -> None:
 @pytest.mark.parametrize(
     ("folder", "budget"),
     [
-        *(("common", 2270), ("tools", 600), ("benchmarks", 2200), ("tests", 8500)),
+        *(("common", 2240), ("tools", 600), ("benchmarks", 2200), ("tests", 8500)),
         ("examples", 545 * len(PROGRAMS)),
     ],
 )
@@ -172,8 +172,8 @@ def test_few_functions_of_common_run(tmp_path: Path) -> None:
     functions, files = ranks.call(_enter, tmp_path / "out", folder=tmp_path / "log")
     assert len(functions) <= 120, sorted(functions)
     lines = sum(len(Path(file).read_text().splitlines()) for file in files)
-    assert len(files) <= 13, sorted(files)
-    assert lines <= 2100
+    assert len(files) <= 12, sorted(files)
+    assert lines <= 2050
 
 
 def _enter(out: Path) -> tuple[set[str], set[str]]:

@@ -17,9 +17,9 @@ from torch.utils.data import DistributedSampler
 from torchvision import datasets, transforms
 from torchvision.transforms import v2
 
-from common.ddp import ResumableSampler
+from common import images
 from common.image_folder import ImageFolder, center_crop, decode
-from common.images import image_loaders, normalize
+from common.images import ResumableSampler, image_loaders, normalize
 from common.launch import UserError
 from tests import ranks
 
@@ -367,6 +367,21 @@ def test_batches_do_not_depend_on_workers_ranks_or_interruptions(tmp_path: Path)
     rest = [whole[1], whole[3], *whole[4:]]
     for first, second in zip(rest, batches(tmp_path, 2, skip=4), strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("cores", "threads", "workers"),
+    [(6, 1, 2), (2, 2, 1), (1, 1, 0)],  # (2, 2): srun bound the rank to its cores
+)
+def test_workers_by_default(
+    cores: int, threads: int, workers: int, animals: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(images, "cpu_count", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    train, _ = image_loaders(animals, 2, 16, 0, -1)
+    assert train.num_workers == workers
 
 
 @pytest.mark.usefixtures("alone")

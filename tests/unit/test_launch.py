@@ -16,7 +16,7 @@ URL = "tcp://node0:1234"
 TORCHRUN = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "node0", "MASTER_PORT": "1234", "GROUP_RANK": "1"}
 SRUN = {"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_GTIDS": "8,9,10", "SLURM_NTASKS": "11"}
-SRUN |= {"SLURM_STEP_NUM_TASKS": "11", "SLURM_JOB_ID": "4200123"}
+SRUN |= {"SLURM_STEP_NUM_TASKS": "11", "SLURM_JOB_ID": "4200123", "SLURM_CPUS_PER_TASK": "7"}
 SRUN |= {"SLURM_STEP_NODELIST": "gpu[03-04],login"}
 # A shell of `srun --pty` or `salloc --ntasks 4`: one task, whatever the job has.
 SHELL = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -58,6 +58,8 @@ def test_place(
     assert place(args, local_rank) == expected
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     assert [int(environment[name]) for name in names] == list(expected[:4])
+    by_srun = env.get("SLURM_STEP_NUM_TASKS") == "11" and "RANK" not in env
+    assert environment.get("OMP_NUM_THREADS") == ("7" if by_srun else None)
 
 
 def test_incomplete_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from common import rank, rendezvous
+from common import rank
 from common.launch import NodeArgs, Place, RunArgs, UserError
 from common.rank import choose_device, local_batch_size
 
@@ -31,7 +32,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         (2, RunArgs(), ALONE, {}, ("cuda:1", NCCL)),
         (2, RunArgs(device="cpu"), ALONE, {}, ("cpu", "gloo")),
         (1, RunArgs(), ALONE, {}, ("cuda:0", "gloo")),  # NCCL refuses a shared device
-        (1, RunArgs(), ALONE, {"SLURM_PROCID": "1"}, ("cuda:0", NCCL)),  # one visible to each
+        (1, RunArgs(), ALONE, {"SLURM_STEP_NUM_TASKS": "2"}, ("cuda:0", NCCL)),  # one for each
+        (1, RunArgs(), ALONE, {"SLURM_PROCID": "0"}, ("cuda:0", "gloo")),  # in a batch script
         (2, RunArgs(), TWO_BY_TWO, {}, ("cuda:1", NCCL)),
         (8, RunArgs(), TWO_BY_TWO, {}, ("cuda:1", NCCL)),
         (0, RunArgs(), Place(1, 1, 4, 2, "tcp://x:1"), {}, ("cpu", "gloo")),
@@ -86,6 +88,13 @@ def test_threads(env: dict[str, str], here: Place, threads: int, environment: An
     assert environment["threads"] == threads
 
 
+def test_a_slow_loader_is_no_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    text, code = rank._explain(RuntimeError("DataLoader timed out after 5.0 seconds"), tmp_path)
+    assert code == 75
+    assert text.startswith("error: rank 3: the data loader does not respond; ")
+
+
 def test_batches_are_divided_equally() -> None:
     assert local_batch_size(120, 3) == 40
     with pytest.raises(UserError, match="--batch-size 100 is not divisible by 3 ranks; use 102"):
@@ -99,8 +108,8 @@ def test_elastic_job_changes_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in range(4):
         store.set(f"participant/{key}", f"{key}/4")
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(rendezvous._join, store, Place(0, 0, 2, 2, ""), 9.0)
+        first = pool.submit(rank._join, store, Place(0, 0, 2, 2, ""), 9.0)
         store.wait(["participants"])  # rank 0 has published rank 1's old ID
-        second = rendezvous._join(store, Place(1, 1, 2, 2, ""), 9.0)
+        second = rank._join(store, Place(1, 1, 2, 2, ""), 9.0)
     first.result().set("key", "value")
     assert second.get("key") == b"value"
