@@ -63,12 +63,13 @@ def eject(example: Positional[Path], target: Positional[Path]) -> None:
         target: the new folder.
     """
     name = example.resolve().name
+    target.mkdir(parents=True)
     shutil.copytree(example, target / name, ignore=shutil.ignore_patterns("__pycache__", "README*"))
     files, names = sorted(example.resolve().rglob("*.py")), set[str]()
     for file in files:  # grows during the loop
         names |= set(imported_names(file))
         files += {module for each in names for module in modules_of(each)}.difference(files)
-    (target / "common").mkdir(exist_ok=True)  # it exists if another example was copied there
+    (target / "common").mkdir()
     for file in set(files).intersection(ROOT.glob("common/*.py")):
         shutil.copy(file, target / "common")
     shutil.copy(ROOT / "LICENSE", target)
