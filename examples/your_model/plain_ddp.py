@@ -2,7 +2,9 @@
 
     python plain_ddp.py                                              # one process
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
-    torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume   # resumes runs/plain_ddp.pt
+    torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume --epochs 30
+
+--resume continues from runs/plain_ddp.pt.
 
 The number of ranks must divide the batch size, and affects the result only through rounding.
 `train.py` adds a clean stop, exact resuming, mixed precision and logs for long runs.
@@ -56,27 +58,29 @@ def main() -> None:
     cuda = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # otherwise, "cuda" means GPU 0 on every rank
     backend = "nccl" if cuda else "gloo"
     if "RANK" in os.environ:  # torchrun sets RANK, WORLD_SIZE and the address of rank 0
         dist.init_process_group(backend, device_id=device if cuda else None)
-    else:
+    else:  # a single process needs no address, only a store in memory
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.batch_size % world_size:
         raise SystemExit(f"--batch-size {args.batch_size} is not divisible by {world_size} ranks")
 
-    torch.manual_seed(rank)  # DDP broadcasts rank 0's parameters; only dropout would differ
-    train_set, test_rows, test_labels = load_data()
+    train_set, test_rows, test_labels = load_data()  # the same samples on all ranks
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
-    # Rank r gets samples r, r + W, r + 2W, ... of a permutation. Without drop_last, the sampler
-    # would repeat some samples, and the loader's last batch would be incomplete.
+    torch.manual_seed(rank)  # for dropout, if any; DDP broadcasts rank 0's parameters
+    # Rank r gets samples r, r + W, r + 2W, ... of a permutation, which the sampler's own seed makes
+    # the same on all ranks. Without drop_last, the sampler would repeat some samples, and the
+    # loader's last batch would be incomplete.
     sampler = DistributedSampler(train_set, drop_last=True)
     loader = DataLoader(train_set, args.batch_size // world_size, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(30, 32), nn.GELU(), nn.Linear(32, 2)).to(device)
     optimizer = AdamW(model.parameters(), args.lr)
     first_epoch = 0
-    if args.resume and CHECKPOINT.exists():  # all ranks read the file; names lack "module."
+    # Before DDP wraps the model, its parameters' names lack the prefix "module.".
+    if args.resume and CHECKPOINT.exists():  # all ranks read the file
         saved = torch.load(CHECKPOINT, map_location=device, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -94,7 +98,7 @@ def main() -> None:
             loss_sum += loss.detach()  # .item() would make the host wait for the GPU
         dist.all_reduce(loss_sum)
         mean_loss = loss_sum.item() / (len(loader) * world_size)
-        score = accuracy(model, test_rows, test_labels)
+        score = accuracy(model, test_rows, test_labels)  # not `ddp`, which may communicate
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {mean_loss:.7f}, accuracy {score:.4f}", flush=True)
             CHECKPOINT.parent.mkdir(exist_ok=True)

@@ -27,10 +27,10 @@ from common.run import Run
 
 from .args import Args
 
+# 1. YOUR DATA: two datasets; here, a sample is 30 measurements of a tumor [30] and its label.
 CLASSES = ["malignant", "benign"]  # names of labels 0 and 1
 
 
-# 1. YOUR DATA: two datasets; here, a sample is 30 measurements of a tumor [30] and its label.
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Return 426 tumors for training and 143 for testing."""
     rows, labels = (torch.tensor(array) for array in load_breast_cancer(return_X_y=True))
@@ -55,8 +55,9 @@ def main_worker(local_rank: int, args: Args) -> None:
     """Train on one rank."""
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo
     rank, world_size, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
-    torch.manual_seed(args.seed + rank)  # DDP broadcasts rank 0's parameters; only dropout differs
+    torch.manual_seed(args.seed)  # all ranks must load the same samples in the same order
     train_set, test_set = load_data()
+    torch.manual_seed(args.seed + rank)  # for dropout; DDP broadcasts rank 0's parameters
     # Rank r gets samples r, r + W, r + 2W, ... of a permutation. drop_last leaves out samples that
     # do not fill a global batch, so that all ranks have batches of equal size in every step.
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
@@ -69,6 +70,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         pin_memory=cuda,
     )
     test_sampler = DistributedSampler(test_set, shuffle=False)
+    # 1,000 samples per rank and batch; use fewer if the memory is too small.
     test_loader = DataLoader(test_set, 1000, sampler=test_sampler, num_workers=args.workers)
     model = DDP(
         build_model().to(device),
