@@ -34,7 +34,8 @@ def torchrun(script: Path, world_size: int, cwd: Path, *flags: str) -> tuple[lis
 def _script(script: Path, rank: int, world_size: int, port: str, cwd: Path, flags: Any) -> None:
     if world_size > 1 or script == FSDP:  # plain_ddp.py runs alone, too
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = port
     os.chdir(cwd)
     sys.argv = [str(script), *flags]
     exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__doc__": ""})
