@@ -234,6 +234,7 @@ def lines(command: Sequence[object], cwd: Path = ROOT, **env: str) -> Generator[
             raise SystemExit(f"error: {' '.join(words)} exited with {process.returncode}")
     finally:
         process.kill()
+        process.stdout.read()  # until its other processes have exited, too
         process.wait()
 
 
