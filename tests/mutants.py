@@ -25,6 +25,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from tests.conftest import DATA
+
 ROOT = Path(__file__).parents[1]
 GOAL = 0.95
 LAYERS = {name: f"tests/test_{name}.py" for name in ("parity", "resume", "ends", "launchers")}
@@ -85,6 +87,7 @@ def is_killed(tree: Path, arguments: tuple[str, ...]) -> bool:
     """Return True if a test fails, or its module cannot be imported."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env |= {"DDP_TEST_DATA": str(DATA)}  # the copy of the tree has none beside it
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, check=False)
     return done.returncode in (1, 2)  # 4 and 5: the arguments select no test
 

@@ -370,13 +370,11 @@ def test_batches_do_not_depend_on_workers_ranks_or_interruptions(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("cores", "threads", "workers"),
-    [(6, 1, 2), (2, 2, 1), (1, 1, 0)],  # (2, 2): srun bound the rank to its cores
-)
+@pytest.mark.parametrize(("cores", "threads", "workers"), [(6, 1, 2), (2, 2, 1), (1, 1, 0)])
 def test_workers_by_default(
     cores: int, threads: int, workers: int, animals: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """srun may bind a rank to its own cores, as many as its threads."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(images, "cpu_count", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
