@@ -64,7 +64,7 @@ def test_requirements_are_those_of_the_imports(copy: Path) -> None:
 
 
 def test_nothing_is_overwritten(copy: Path) -> None:
-    (copy / "README.md").write_text("mine")
+    (repository := copy.parent / "mine").mkdir()
     with pytest.raises(FileExistsError):
-        eject.eject(eject.ROOT / "examples" / "two", copy)
-    assert (copy / "README.md").read_text() == "mine"
+        eject.eject(eject.ROOT / "examples" / "two", repository)
+    assert not [*repository.iterdir()]
