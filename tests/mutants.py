@@ -84,12 +84,12 @@ def planted(tree: Path, mutant: Mutant) -> Generator[None]:
 
 
 def is_killed(tree: Path, arguments: tuple[str, ...]) -> bool:
-    """Return True if a test fails, or its module cannot be imported."""
+    """Return True if a test fails, its module cannot be imported, or the interpreter crashes."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     env |= {"DDP_TEST_DATA": str(DATA)}  # the copy of the tree has none beside it
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, check=False)
-    return done.returncode in (1, 2)  # 4 and 5: the arguments select no test
+    return done.returncode not in (0, 4, 5)  # 4 and 5: the arguments select no test
 
 
 def main() -> int:
