@@ -3,6 +3,7 @@
 import fcntl
 import itertools
 import json
+import math
 import os
 import platform
 import signal
@@ -142,9 +143,8 @@ class Run:
         if resume == "auto":
             found = checkpoint.newest(self.args.out / "checkpoints", self.warn)
         elif resume != "no" and Path(resume).suffix == ".pt":
-            found = Path(resume), checkpoint.load(Path(resume))
-        if found is not None and "parts" not in found[1]:
-            found = None  # a state dict, not a checkpoint
+            state = checkpoint.load(Path(resume))
+            found = (Path(resume), state) if "parts" in state else None  # else a state dict
         self._check_same_step(found[1]["step"] if found else None)
         if found is not None:
             self._load_checkpoint(*found)
@@ -312,8 +312,11 @@ class Run:
         """Record metrics, and save the model and a checkpoint. Every rank calls this.
 
         The metrics are equal on all ranks. The first two are printed. best.safetensors contains
-        the weights with the highest score; return True if they are this epoch's.
+        the weights with the highest score; return True if they are this epoch's. Raise UserError
+        if the score is NaN or infinite.
         """
+        if not math.isfinite(score):
+            raise UserError("the score is NaN or infinite: training diverged; lower --lr")
         self._average_losses()
         metrics = {name: float(value) for name, value in metrics.items()}  # converts NumPy scalars
         best = self.best is None or score > self.best

@@ -47,6 +47,8 @@ def best_epochs(out: Path) -> list[bool]:
     for number, score in enumerate([0.5, 0.5, 0.7, 0.6]):
         nn.init.constant_(model.weight, number)
         found.append(epoch(run, score))
+    with pytest.raises(UserError, match="the score is NaN"):
+        epoch(run, float("nan"))
     return found
 
 
@@ -95,8 +97,6 @@ def test_best_weights_are_the_average(tmp_path: Path) -> None:
 
 
 class Gathered(nn.Linear):
-    """A part whose state is a collective, like that of a pipeline."""
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         dist.barrier()
         return super().state_dict(*args, **kwargs)
@@ -125,7 +125,6 @@ def timed(out: Path) -> str:
 
 
 def test_speed_leaves_the_first_step_out(tmp_path: Path) -> None:
-    """It is slower: kernels are chosen, buckets are arranged, workers start."""
     text = ranks.call(timed, tmp_path / "out", folder=tmp_path, ranks=1)[0]
     assert " 6 samples/s" in text  # 12 every 2 seconds
 
