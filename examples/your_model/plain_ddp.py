@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported after init_process_group, it would keep gloo's threads
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -66,7 +67,8 @@ def main() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.batch_size % world_size:
-        raise SystemExit(f"--batch-size {args.batch_size} is not divisible by {world_size} ranks")
+        text = f"--batch-size {args.batch_size} is not divisible by {world_size} ranks"
+        raise SystemExit(text if rank == 0 else 1)
 
     train_set, test_rows, test_labels = load_data()  # the same samples on all ranks
     test_rows, test_labels = test_rows.to(device), test_labels.to(device)
@@ -106,7 +108,7 @@ def main() -> None:
             torch.save(state | {"epoch": epoch + 1}, f"{CHECKPOINT}.new")
             Path(f"{CHECKPOINT}.new").replace(CHECKPOINT)  # atomic: the file is never partial
     dist.barrier()  # otherwise, ranks that still communicate could fail
-    dist.destroy_process_group()
+    dist.destroy_process_group()  # gloo's threads could abort a process that exits
 
 
 if __name__ == "__main__":
