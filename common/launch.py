@@ -256,7 +256,7 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
         if error.signal_name and -error.exit_code not in STOP_SIGNALS:
             print(
                 f"error: local rank {error.error_index} was killed by {error.signal_name}; "
-                f"continue from the last checkpoint with --resume auto",
+                f"repeat the command with --resume auto",
                 file=sys.stderr,
             )
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
