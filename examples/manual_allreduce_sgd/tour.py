@@ -123,7 +123,7 @@ def refused(rank: int, world_size: int) -> None:
         "send of a tensor that is not contiguous; use tensor.contiguous()": lambda: dist.send(
             column, dst=(rank + 1) % world_size
         ),
-        "all_reduce of a CPU tensor with nccl; use gloo for CPU tensors": lambda: dist.all_reduce(
+        "all_reduce of a CPU tensor with nccl; use gloo": lambda: dist.all_reduce(
             torch.tensor(rank), group=new_group(backend="nccl")
         ),
     }
