@@ -5,8 +5,8 @@
     pip install -r requirements.txt
     torchrun --standalone --nproc-per-node 2 -m your_model
 
-The folder contains the example, the files from `common` that it needs, LICENSE, requirements.txt
-and README.md.
+The folder contains the example, the files from `common` that it needs, LICENSE, requirements.txt,
+README.md and .gitignore.
 """
 
 import ast
@@ -65,6 +65,8 @@ def eject(example: Positional[Path], target: Positional[Path]) -> None:
     name = example.resolve().name
     target.mkdir(parents=True)
     shutil.copytree(example, target / name, ignore=shutil.ignore_patterns("__pycache__", "README*"))
+    for script in (target / name).rglob("*.sbatch"):  # the copy is not in `examples`
+        script.write_text(re.sub(r"\bexamples[./]", "", script.read_text()))
     files, names = sorted(example.resolve().rglob("*.py")), set[str]()
     for file in files:  # grows during the loop
         names |= set(imported_names(file))
@@ -75,6 +77,7 @@ def eject(example: Positional[Path], target: Positional[Path]) -> None:
     shutil.copy(ROOT / "LICENSE", target)
     (target / "requirements.txt").write_text("\n".join(requirements(names)) + "\n")
     (target / "README.md").write_text(README.format(name=name))
+    (target / ".gitignore").write_text("/runs/\n/data/\n__pycache__/\n")
 
 
 if __name__ == "__main__":

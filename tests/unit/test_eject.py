@@ -12,6 +12,7 @@ SOURCES = {
     "examples/one/train.py": "import torch\nfrom common.a import f\nfrom .args import Args",
     "examples/one/args.py": 'from importlib.util import find_spec\nfind_spec("sklearn")',
     "examples/one/data.csv": "1,2",
+    "examples/one/job.sbatch": "# sbatch examples/one/job.sbatch\nsrun python -m examples.one",
     "examples/one/__pycache__/train.pyc": "",
     "examples/one/further/more.py": "from .. import args\nfrom common import d",
     "examples/two/train.py": "from common import e",
@@ -47,15 +48,13 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_imported_comes_along(copy: Path) -> None:
     files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
     assert files == {
-        *("LICENSE", "README.md", "requirements.txt", "one/__init__.py", "one/train.py"),
-        *("one/args.py", "one/data.csv", "one/further/more.py"),
+        *("LICENSE", "README.md", "requirements.txt", ".gitignore", "one/__init__.py"),
+        *("one/train.py", "one/args.py", "one/data.csv", "one/job.sbatch", "one/further/more.py"),
         *(f"common/{name}.py" for name in ("__init__", "a", "b", "c", "d")),
     }
-    assert all(
-        (copy / name).read_text() == text
-        for name, text in SOURCES.items()
-        if name[:6] == "common" and name[7] in "abcd"
-    )
+    unchanged = [f"common/{name}.py" for name in "abcd"]
+    assert all((copy / name).read_text() == SOURCES[name] for name in unchanged)
+    assert (copy / "one/job.sbatch").read_text() == "# sbatch one/job.sbatch\nsrun python -m one"
 
 
 def test_requirements_are_those_of_the_imports(copy: Path) -> None:
