@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported after init_process_group, it would keep gloo's threads
+import torch.distributed.nn  # imported after init_process_group, it keeps gloo's threads alive
 from sklearn.datasets import load_breast_cancer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
