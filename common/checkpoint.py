@@ -42,10 +42,7 @@ def save(path: Path, state: Mapping[str, Any]) -> None:
         temporary.replace(path)
     except pickle.UnpicklingError as error:
         found = str(error).partition("Unsupported")[2].partition(" was not")[0]
-        raise TypeError(
-            f"the checkpoint contains an object that is neither a tensor nor a plain value "
-            f"(unsupported{found}); convert it, for example with float() or str()"
-        ) from None
+        raise TypeError(f"state_dict() has an unsupported{found}; use float() or str()") from None
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UserError(f"cannot write {path}: {reason}; check space and permissions") from None
@@ -76,9 +73,7 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile):
         raise UserError(f"{path} is not a checkpoint: {describe(path)}") from None
     except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} contains Python objects other than tensors; save model.state_dict() instead"
-        ) from None
+        raise UserError(f"{path} contains Python objects; save model.state_dict()") from None
     return content if isinstance(content, dict) else {}  # not a list or a lone tensor
 
 
@@ -182,10 +177,7 @@ def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, An
     """Raise UserError if the file and the data have different class names."""
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
-        raise UserError(
-            f"{path} was saved with the classes {theirs}, but the data has the classes {ours}; "
-            f"use matching weights or data"
-        )
+        raise UserError(f"{path} is for the classes {theirs}; the data has the classes {ours}")
 
 
 def random_state() -> dict[str, Any]:

@@ -91,10 +91,8 @@ def _download(name: str, folder: Path) -> None:
         getattr(torchvision.datasets, TORCHVISION[name])(str(folder), download=True)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[-1]
-        raise UserError(
-            f"cannot download {name} to {folder} ({reason}); download it on another "
-            f"machine, and pass the folder that contains the files to --dataset"
-        ) from None
+        text = f"cannot download {name} to {folder} ({reason})"
+        raise UserError(f"{text}; pass a folder with its four files to --dataset") from None
 
 
 def _find(root: Path, stem: str) -> Path | None:
@@ -116,10 +114,8 @@ def _read_split(root: Path, split: str) -> tuple[Tensor, Tensor]:
 def _read_idx(root: Path, stem: str) -> Tensor:
     path = _find(root, stem)
     if path is None:
-        raise UserError(
-            f"{root}/{stem}-idx*-ubyte is missing; use --dataset digits, mnist, fashion-mnist, "
-            f"or a folder with the four idx files"
-        )
+        names = "digits, mnist, fashion-mnist, or a folder with four idx files"
+        raise UserError(f"{root}/{stem}-idx*-ubyte is missing; use --dataset {names}")
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data

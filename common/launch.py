@@ -115,10 +115,7 @@ def place(args: RunArgs, local_rank: int) -> Place:
         if not env.get("RANK"):
             env |= _slurm_variables()
         if missing := [n for n in (*names, "MASTER_ADDR", "MASTER_PORT") if n not in env]:
-            raise UserError(
-                f"RANK and WORLD_SIZE are set without {', '.join(missing)}; "
-                f"start with torchrun, or unset RANK and WORLD_SIZE"
-            )
+            raise UserError(f"RANK is set without {', '.join(missing)}; use torchrun or unset RANK")
         url = f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
     else:
         nodes, node, url = 1, 0, "auto"
@@ -254,10 +251,7 @@ def _spawn(program: ModuleType, args: RunArgs) -> int:
         if error.signal_name == "SIGABRT":  # NCCL's watchdog, after a timeout
             return LOST
         if error.signal_name and -error.exit_code not in STOP_SIGNALS:
-            print(
-                f"error: local rank {error.error_index} was killed by {error.signal_name}; "
-                f"repeat the command with --resume auto",
-                file=sys.stderr,
-            )
+            text = f"local rank {error.error_index} was killed by {error.signal_name}"
+            print(f"error: {text}; repeat the command with --resume auto", file=sys.stderr)
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0

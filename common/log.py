@@ -120,9 +120,8 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     import pandas as pd
 
     table = pd.DataFrame(points).groupby("step").mean()
-    losses = [name for name in table if name.startswith("loss/")]
-    others = [name for name in table if name not in losses]
-    groups = [group for group in (losses, others) if group]
+    losses = list(table.filter(regex="^loss/"))
+    groups = [group for group in (losses, list(table.drop(columns=losses))) if group]
     axes = table.interpolate(limit_area="inside").plot(
         subplots=groups, grid=True, figsize=(7.5, 3 * len(groups))
     )

@@ -34,7 +34,6 @@ LOST_WORDS = (
     *("Failed to recv", "remote process exited", "communicator was aborted"),
 )
 
-
 joined: dist.Store | None = None  # `record` uses it to select the rank that reports an error
 
 
@@ -125,10 +124,8 @@ def _await_host(address: tuple[str, int], seconds: float) -> None:
     for _ in _attempts(seconds):  # TCPStore also waits, but prints C++ frames on failure
         with contextlib.suppress(OSError):
             return socket.create_connection(address, timeout=1).close()
-    raise TimeoutError(
-        f"node 0 did not accept connections at {address[0]}:{address[1]} within {seconds:g} s; "
-        f"check the address, the port and the firewall"
-    )
+    text = f"node 0 did not accept connections at {address[0]}:{address[1]} within {seconds:g} s"
+    raise TimeoutError(f"{text}; check the address, the port and the firewall")
 
 
 def _attempts(seconds: float) -> Iterator[None]:
@@ -169,19 +166,14 @@ def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
 def _check_world_sizes(ids: list[bytes]) -> None:
     sizes = sorted({int(participant.rpartition(b"/")[2]) for participant in ids})
     if len(sizes) > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # elastic jobs may be resized
-        raise UserError(
-            f"the ranks were started with different world sizes: {sizes}; "
-            f"use the same --world-size and --nproc on all nodes"
-        )
+        raise UserError(f"world sizes differ: {sizes}; use the same flags on all nodes")
 
 
 def local_batch_size(batch_size: int, ranks: int) -> int:
     """Return the samples per rank; the global batch size must be divisible by `ranks`."""
     if batch_size % ranks:
         near = -(-batch_size // ranks) * ranks
-        raise UserError(
-            f"--batch-size {batch_size} is not divisible by {ranks} ranks; use {near}, for example"
-        )
+        raise UserError(f"--batch-size {batch_size} is not divisible by {ranks} ranks; use {near}")
     return batch_size // ranks
 
 

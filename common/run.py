@@ -82,7 +82,8 @@ class Run:
         self._continues = False  # True after loading a checkpoint from --out
         self._log = Log(args.out, active=self.rank == 0)
         self.print0, self.warn, self.scalars = self._log.print0, self._log.warn, self._log.add
-        self._lock_folder()
+        if self.rank == 0:
+            self._lock_folder()
         self._greet(what, replicas)
         self._resume()
         self._log.open(self.step if self._continues else 0)
@@ -101,8 +102,6 @@ class Run:
             signal.signal(signum, self._remember_signal)
 
     def _lock_folder(self) -> None:
-        if self.rank != 0:
-            return
         try:
             self.args.out.mkdir(parents=True, exist_ok=True)
             self._lock = (self.args.out / "lock").open("a")  # "w" would truncate a live run's file
@@ -164,10 +163,7 @@ class Run:
             self._lock.flush()
         steps = [step for step, *_ in found]
         if len({*steps}) > 1:
-            raise UserError(
-                f"the ranks found checkpoints from different steps: {steps}; "
-                f"put --out on a file system that all nodes share"
-            )
+            raise UserError(f"the ranks found different checkpoints (steps {steps}); share --out")
 
     def _load_checkpoint(self, path: Path, state: Mapping[str, Any]) -> None:
         checkpoint.check_classes(path, state.get("about", {}), self.about)
@@ -196,10 +192,7 @@ class Run:
             now, self._epoch_random = state["random"][self.rank]
             checkpoint.restore_random_state(now)
         else:
-            self.warn(
-                f"the number of ranks changed from {len(state['random'])} to {self.world_size}; "
-                f"the result matches an uninterrupted run only up to rounding"
-            )
+            self.warn("the number of ranks has changed, so the result may differ by rounding")
         self.print0(f"resumed from {path}")
 
     def save(self) -> Path:
@@ -244,10 +237,7 @@ class Run:
             sampler: Any = loader.sampler
             shuffles = isinstance(sampler, DistributedSampler) and getattr(sampler, "shuffle", True)
             if shuffles and sampler.epoch == 0 < self.epoch:
-                raise UserError(
-                    "every epoch would have the same order; "
-                    "call sampler.set_epoch(epoch) at the start of each epoch"
-                )
+                raise UserError("the sample order never changes; call sampler.set_epoch(epoch)")
             if hasattr(sampler, "skip"):  # for example, a ResumableSampler
                 skipped = self.batch
                 sampler.skip = skipped * (loader.batch_size or 1)

@@ -67,7 +67,7 @@ def flip_bit(path: Path) -> None:
         (2, ["--resume", "nowhere.pt"], "nowhere.pt is not a checkpoint: No such file"),
         (2, ["--resume", "no.safetensors"], "no.safetensors contains no weights: No such file"),
         (2, ["--resume", "README.md"], "README.md is not a checkpoint"),
-        (2, ["--lr", "1e30"], "training diverged"),
+        (2, ["--lr", "1e30"], "the test loss is NaN or infinite"),
         (1, ["--device", "cuda"], "--device cuda: torch found no CUDA device"),
         (1, ["--dist-backend", "nccl"], "--dist-backend nccl requires CUDA devices"),
         (1, ["--epochs", "0"], "--epochs must be positive, got 0"),
@@ -140,7 +140,7 @@ def test_number_of_ranks_may_change(killed: ranks.Training, tmp_path: Path) -> N
     whole = run(2, [], tmp_path / "whole").done()
     flags = ["--resume", str(copy(killed, tmp_path / "copy"))]
     training = run(3, flags, tmp_path / "out").done()
-    assert "the number of ranks changed from 2 to 3" in training.text
+    assert "the number of ranks has changed" in training.text
     assert training.losses == pytest.approx(whole.losses[8:], rel=1e-3)
 
 
@@ -213,7 +213,7 @@ def test_missing_first_node_is_named(tmp_path: Path) -> None:
 def test_nodes_with_different_world_sizes(tmp_path: Path) -> None:
     training = run(2, QUICK, tmp_path / "out", nodes=2, env={1: {"WORLD_SIZE": "4"}})
     assert training.codes[0] == 2, training.text
-    assert "different world sizes: [2, 4]" in errors(training)[0]
+    assert "world sizes differ: [2, 4]" in errors(training)[0]
 
 
 def test_port_is_taken(tmp_path: Path) -> None:

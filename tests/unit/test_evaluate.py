@@ -131,8 +131,8 @@ def diverge() -> str:
 
 def test_divergence_is_the_users_error(tmp_path: Path) -> None:
     message = ranks.call(diverge, folder=tmp_path, ranks=2)[1]
-    assert "training diverged" in message
-    assert "or the data contains NaN" in message
+    assert "the test loss is NaN or infinite" in message
+    assert "check the data for NaN" in message
 
 
 def write(folder: Path) -> None:
