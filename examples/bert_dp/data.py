@@ -32,10 +32,7 @@ class Reviews(Dataset[tuple[str, int]]):
         cells = read_cells(path)
         names, needed = cells.iloc[0].tolist(), ["label", "review"]
         if any(names.count(name) != 1 for name in needed):
-            raise UserError(
-                f"{path} has the columns {', '.join(names)}; expected label and review, "
-                f"separated by commas"
-            )
+            raise UserError(f"{path} has the columns {', '.join(names)}; expected label,review")
         table = cells.iloc[1:, [names.index(name) for name in needed]].set_axis(needed, axis=1)
         table = table.apply(lambda column: column.str.strip())
         complete = table[(table != "").all(axis=1)]
@@ -86,15 +83,11 @@ def read_cells(path: Path) -> pandas.DataFrame:
         )
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path} is not valid UTF-8 (line {line}); save it as CSV UTF-8, or convert it with "
-            f"iconv -f ENCODING -t UTF-8 (for example GB18030, BIG5 or UTF-16)"
-        ) from None
+        text = f"{path} is not valid UTF-8 (line {line}); save it as CSV UTF-8"
+        raise UserError(f"{text}, or use iconv -f ENCODING -t UTF-8 (GB18030 or UTF-16)") from None
     except ValueError as error:
         reason = str(error).strip().split("C error: ")[-1]
-        raise UserError(
-            f"{path} is not a valid CSV file: {reason}; quote cells that contain commas"
-        ) from None
+        raise UserError(f"{path} is not valid CSV: {reason}; quote cells with commas") from None
 
 
 def refuse_lfs_pointer(path: Path) -> None:

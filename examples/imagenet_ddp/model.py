@@ -59,10 +59,8 @@ def _load_pretrained(model: nn.Module, args: Args) -> None:
         loaded = weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"cannot load {weights.url} ({reason}); download the file to "
-            f"{torch.hub.get_dir()}/checkpoints"
-        ) from None
+        text = f"cannot load {weights.url} ({reason})"
+        raise UserError(f"{text}; download it to {torch.hub.get_dir()}/checkpoints") from None
     if first:
         dist.barrier()
     own = model.state_dict()
@@ -93,10 +91,8 @@ def load_trained(model: nn.Module, args: Args, classes: list[str]) -> None:
 def make_scheduler(args: Args, optimizer: Optimizer, loader: Any) -> LambdaLR:
     """Return the schedule: one epoch of warm-up (arXiv:1706.02677), then a half cosine to 0."""
     if loader.batch_size % args.accumulate:
-        raise UserError(
-            f"the local batch size {loader.batch_size} is not divisible by --accumulate "
-            f"{args.accumulate}; change --accumulate or --batch-size"
-        )
+        text = f"the local batch size {loader.batch_size} is not divisible by"
+        raise UserError(f"{text} --accumulate {args.accumulate}; change --batch-size")
     steps_per_epoch = len(loader)
     if not steps_per_epoch:
         raise UserError(f"--batch-size {args.batch_size} exceeds the training set; use less")

@@ -17,10 +17,7 @@ def load_images(args: Args, mesh: DeviceMesh) -> list[Any]:
     """Return this replica's DataLoaders for training and test images. Every rank calls this."""
     batch, first = local_batch_size(args.batch_size, mesh.size(0)), mesh.get_local_rank("pp") == 0
     if not 1 <= args.micro_batches <= batch:
-        raise UserError(
-            f"--micro-batches must be from 1 to {batch}, the number of samples per replica; "
-            f"got {args.micro_batches}"
-        )
+        raise UserError(f"--micro-batches must be from 1 to {batch}, the samples per replica")
     loaders = image_loaders(
         args.data,
         batch,

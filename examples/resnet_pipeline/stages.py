@@ -34,10 +34,9 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
     if cuts:
         starts = [firsts.index(name) for name in cuts if name in firsts[1:]]
         if len(cuts) != stages - 1 or len(starts) != len(cuts) or starts != sorted(set(starts)):
-            raise UserError(
-                f"--cuts {' '.join(cuts)} does not define {stages} stage(s); "
-                f"choose {stages - 1} of these, in this order: {', '.join(firsts[1:])}"
-            )
+            text = f"--cuts {' '.join(cuts)} does not define {stages} stage(s)"
+            blocks = f"{stages - 1} of these, in this order: {', '.join(firsts[1:])}"
+            raise UserError(f"{text}; choose {blocks}")
     elif stages > residual:
         raise UserError(f"cannot split {residual} residual blocks into {stages} stages; use fewer")
     bounds = [0, *starts, len(row)]
