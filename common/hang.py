@@ -180,13 +180,12 @@ def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> 
     began = time.time() - 2  # all ranks time out within two seconds of each other
     write_report(folder, traceback.extract_tb(error.__traceback__))
     try:
-        store.set(f"reported/{os.environ['RANK']}", "")
+        store.set(os.environ["RANK"], "")  # replaces this rank's process, because it has reported
         time.sleep(1)
-        size = int(os.environ["WORLD_SIZE"])
-        others = [rank for rank in range(size) if not store.check([f"reported/{rank}"])]
-        processes = {rank: store.get(f"process/{rank}").decode() for rank in others}
+        values = store.multi_get([str(rank) for rank in range(int(os.environ["WORLD_SIZE"]))])
     except RuntimeError:
         return ["rank 0, which hosts the store, has exited"]
+    processes = {rank: value.decode() for rank, value in enumerate(values) if value}
     return compare(folder, processes, since=began)
 
 

@@ -103,7 +103,6 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
     else:
         store = _connect(here, seconds)
     joined = _join(store, here, seconds)
-    joined.set(f"process/{here.rank}", f"{platform.node()} {os.getpid()}")  # for hang.py
     return joined
 
 
@@ -155,7 +154,7 @@ def _join(store: dist.Store, here: Place, seconds: float) -> dist.Store:
             _check_world_sizes(ids)
             job = hashlib.sha256(b" ".join(ids)).hexdigest()[:16]
             expected = [f"{job}/{rank}" for rank in range(here.world_size)]
-            store.set(expected[here.rank], "")
+            store.set(expected[here.rank], f"{platform.node()} {os.getpid()}")  # for hang.py
             if store.check(expected):
                 return dist.PrefixStore(job, store)
     _check_world_sizes(store.multi_get([key for key in keys if store.check([key])]))
