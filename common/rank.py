@@ -98,15 +98,13 @@ def wait_for_ranks(here: Place, seconds: float) -> dist.Store:
     global joined
     if here.world_size == 1:
         return dist.HashStore()
-    if here.init_method.startswith("file://"):
-        store = dist.FileStore(here.init_method.removeprefix("file://"), here.world_size)
-    else:
-        store = _connect(here, seconds)
-    joined = _join(store, here, seconds)
+    joined = _join(_connect(here, seconds), here, seconds)
     return joined
 
 
 def _connect(here: Place, seconds: float) -> dist.Store:
+    if here.init_method.startswith("file://"):
+        return dist.FileStore(here.init_method.removeprefix("file://"), here.world_size)
     host, _, port = here.init_method.removeprefix("tcp://").rpartition(":")
     address, timeout = (host.strip("[]"), int(port)), timedelta(seconds=seconds)
     is_host = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -251,10 +249,9 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
 
 def _is_first_error() -> bool:
     """Return True if no other rank has reported an error; later errors are only consequences."""
-    store = joined
     key = f"error/{os.environ.get('GROUP_RANK', '')}"  # under torchrun, each node has its own log
     with contextlib.suppress(RuntimeError):
-        return store is None or store.add(key, 1) == 1
+        return joined is None or joined.add(key, 1) == 1
     return True  # the store's host has exited: reporting twice is better than not at all
 
 
