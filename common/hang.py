@@ -116,8 +116,7 @@ def _difference(reports: list[dict[str, Any]]) -> str:
         for number in range(first, last + 1):
             called = {rank: calls[number] for rank, calls in members.items() if number in calls}
             usual, _ = Counter(called.values()).most_common(1)[0]
-            missing = members.keys() - called.keys()
-            if late := [report for report in reports if report["rank"] in missing]:
+            if late := [r for r in reports if r["rank"] in members.keys() - called.keys()]:
                 return _name(late, f"did not call {usual} (number {number}); it is at")
             for rank, call in called.items():
                 if call != usual:
@@ -214,9 +213,7 @@ def compare(folder: Path, processes: Mapping[int, str], since: float) -> list[st
 
 
 def _process_state(pid: int) -> str:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "has exited"
-    kind = stat.rpartition(")")[2].split()[0]
-    return {"T": "is stopped", "t": "is stopped", "Z": "has exited"}.get(kind, SILENT)
+    with contextlib.suppress(OSError):
+        kind = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return {"T": "is stopped", "t": "is stopped", "Z": "has exited"}.get(kind, SILENT)
+    return "has exited"
