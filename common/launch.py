@@ -1,7 +1,4 @@
-"""Start the ranks of a job. docs/en/launchers.md lists the commands.
-
-This module does not import torch, so that `--help` is fast.
-"""
+"""Start the ranks of a job, without importing torch. docs/en/launchers.md lists the commands."""
 
 import contextlib
 import importlib
@@ -118,12 +115,10 @@ def place(args: RunArgs, local_rank: int) -> Place:
             raise UserError(f"RANK is set without {', '.join(missing)}; use torchrun or unset RANK")
         url = f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
     else:
-        nodes, node, url = 1, 0, "auto"
-        if isinstance(args, NodeArgs):
-            nodes, node, url = args.world_size, args.rank, args.dist_url
-        env |= {"RANK": str(node * args.nproc + local_rank), "LOCAL_RANK": str(local_rank)}
-        env |= {"WORLD_SIZE": str(nodes * args.nproc), "LOCAL_WORLD_SIZE": str(args.nproc)}
-        url = env.get(INIT_METHOD, "") if url == "auto" else url
+        job = args if isinstance(args, NodeArgs) else NodeArgs()  # the default is a single node
+        env |= {"RANK": str(job.rank * args.nproc + local_rank), "LOCAL_RANK": str(local_rank)}
+        env |= {"WORLD_SIZE": str(job.world_size * args.nproc), "LOCAL_WORLD_SIZE": str(args.nproc)}
+        url = env.get(INIT_METHOD, "") if job.dist_url == "auto" else job.dist_url
     return Place(*(int(env[name]) for name in names), url)
 
 
