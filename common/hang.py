@@ -47,10 +47,9 @@ def write_report(folder: Path, frames: Sequence[FrameSummary]) -> None:
         "collectives": _recorded() if is_main else None,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank-{report['rank']}.json"
-    temporary = path.with_suffix(".tmp")
+    temporary = folder / f"rank-{report['rank']}.tmp"
     temporary.write_text(json.dumps(report, indent=1))
-    temporary.replace(path)
+    temporary.replace(temporary.with_suffix(".json"))
 
 
 def _line(frames: Sequence[FrameSummary]) -> str:
