@@ -3,10 +3,6 @@
 Each rank writes OUT/hang/rank-R.json, with the source line that its main thread is executing and
 the latest collectives from torch's flight recorder. `explain` compares these files. If a signal
 like SIGABRT kills a rank, faulthandler writes its stack to OUT/hang/rank-R.txt instead.
-
-The recorder is read only in the main thread, because reading it while another thread enters a
-collective can crash the process. A rank that is blocked inside a collective therefore reports its
-line immediately, but its collectives only after the timeout.
 """
 
 import contextlib
@@ -37,6 +33,8 @@ WAITS = {"torch/utils/data/": "data", "torch/distributed/": "ranks", "torch/auto
 
 def write_report(folder: Path, frames: Sequence[FrameSummary]) -> None:
     """Write this rank's state to `folder`/rank-R.json; `frames` is the main thread's stack."""
+    # Reading the recorder while another thread enters a collective can crash the process. A rank
+    # that is blocked inside a collective therefore reports it only after the timeout.
     is_main = threading.current_thread() is threading.main_thread()
     files = " ".join(frame.filename for frame in frames)
     report = {
