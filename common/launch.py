@@ -1,4 +1,4 @@
-"""Start the ranks of a job, without importing torch. docs/en/launchers.md lists the commands."""
+"""Read the flags without importing torch, and start the ranks. See docs/en/launchers.md."""
 
 import contextlib
 import importlib
