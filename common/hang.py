@@ -168,10 +168,8 @@ def answer(descriptor: int, folder: Path) -> None:
         write_report(folder, traceback.extract_stack(frame))
 
 
-def after_loss(folder: Path, error: BaseException, store: dist.Store | None) -> list[str]:
+def after_loss(folder: Path, error: BaseException, store: dist.Store) -> list[str]:
     """Report the line that raised `error`, and return a comparison of all ranks' reports."""
-    if store is None:
-        return []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # keep the report with the error's line
     began = time.time() - 2  # all ranks time out within two seconds of each other
     write_report(folder, traceback.extract_tb(error.__traceback__))

@@ -242,7 +242,7 @@ def _explain(error: BaseException, reports: Path) -> tuple[str, int]:
         what = "the other ranks do not respond" if timed_out else f"lost a connection: {first}"
         if text.startswith("DataLoader timed out"):
             what = "the data loader does not respond; check the disk, --workers and --timeout"
-        found = hang.after_loss(reports, error, joined)
+        found = hang.after_loss(reports, error, joined) if joined is not None else []
         return "\n".join([f"error: rank {rank}: {what}", *found]), LOST
     return f"error: rank {rank}: {''.join(traceback.format_exception(error))}", 1
 
