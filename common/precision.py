@@ -16,9 +16,8 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        capabilities = torch.cpu.get_capabilities()
-        names = ("avx512_bf16", "amx_bf16", "amx_tile", "bf16")
-        native = any(capabilities.get(name) for name in names)
+        features = torch.cpu.get_capabilities().items()
+        native = any(available for name, available in features if "bf16" in name)
     name = ("bf16" if native else "fp32") if precision == "auto" else precision
     return torch.autocast(device.type, HALF.get(name), enabled=name in HALF)
 
@@ -28,10 +27,8 @@ def set_kernels(deterministic: bool, device: torch.device) -> None:
     if device.type != "cuda":
         return
     backends: Any = torch.backends  # properties that type checkers do not see
-    backends.fp32_precision = "ieee"
-    # With torch 2.11, convolutions keep TF32 unless their own precision is set.
-    backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
     backends.cuda.matmul.fp32_precision = "ieee"
+    backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
     backends.cudnn.benchmark = not deterministic  # tries the algorithms once per shape
     backends.cudnn.deterministic = deterministic
     if deterministic:  # raises for operations without a deterministic kernel, like attention
