@@ -90,7 +90,6 @@ def write_predictions(
     import pandas as pd  # slow to import; only rank 0 needs it
 
     table = pd.DataFrame({"label": evaluation.targets, "prediction": evaluation.predictions})
-    table["label_name"] = [class_names[label] for label in table["label"]]
-    table["prediction_name"] = [class_names[label] for label in table["prediction"]]
-    table = table.assign(**columns)
+    names = table.map(lambda label: class_names[label]).add_suffix("_name")
+    table = table.join(names).assign(**columns)
     table.to_csv(path, index_label="index", lineterminator="\r\n")  # quotes fields with \r or \n
