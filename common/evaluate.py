@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from common.ddp import broadcast_buffers, unwrapped
 from common.launch import UserError
 
-MAX_SCORED_CLASSES = 100  # the scores of 50,000 samples and 1,000 classes would take 200 MB
-
 
 class Evaluation(NamedTuple):
     """A model's results for a whole dataset of N samples; equal on all ranks."""
@@ -22,7 +20,7 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]  # loss, accuracy, and top5 for more than 10 classes
     targets: Tensor  # labels, [N]
     predictions: Tensor  # most probable classes, [N]
-    scores: Tensor  # class probabilities, [N, C]; [N, 0] for more than 100 classes
+    scores: Tensor  # class probabilities, [N, C]; [N, 0] for more than 100 classes, to save memory
 
 
 def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -64,7 +62,7 @@ def evaluate(
         with autocast:
             logits = model(*inputs).float()  # [B, C]
         classes = logits.shape[1]
-        scores = logits.softmax(dim=1)[:, : classes if classes <= MAX_SCORED_CLASSES else 0]
+        scores = logits.softmax(dim=1)[:, : classes if classes <= 100 else 0]
         losses = F.cross_entropy(logits, labels, reduction="none")
         columns.append((labels, losses, logits.topk(min(5, classes)).indices, scores))
     for module, training in modes:  # a frozen BatchNorm remains in evaluation mode
