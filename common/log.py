@@ -27,7 +27,6 @@ class Log:
         self.out, self.active = out, active
         self._metrics = out / "metrics.jsonl"
         self._unwritten: list[dict[str, Any]] = []
-        self._events: Any = None
         tqdm.set_lock(threading.RLock())  # tqdm's default semaphore would outlive a killed process
         self._bar = tqdm(unit="step", leave=False, disable=None if active else True)
 
@@ -58,8 +57,7 @@ class Log:
 
     def _move_earlier_run(self) -> None:
         """Move an earlier run's files aside, so that this run cannot resume from them."""
-        found = [path for path in self.out.glob("*") if path.name in FILES]  # keep other files
-        if found:
+        if found := [path for path in self.out.glob("*") if path.name in FILES]:  # not the user's
             numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]
             earlier = self.out / f"earlier.{max(numbers, default=-1) + 1}"
             earlier.mkdir()
