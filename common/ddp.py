@@ -24,15 +24,13 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     Register communication hooks after this call, because its backward pass would run them.
     """
     module = ddp.module
-    embeddings = (m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)))
-    sparse = any(embedding.sparse for embedding in embeddings)
+    sparse = any(getattr(m, "sparse", False) is True for m in module.modules())  # embeddings
     hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
     if ddp.static_graph or sparse or hooked:
         return
     trained = [p for p in module.parameters() if p.requires_grad]
-    real = (torch.view_as_real(p) if p.is_complex() else p for p in trained)
     device = trained[0].device  # a model can be spread over several devices
-    loss = cast("Tensor", sum(p.sum().to(device) for p in real))
+    loss = cast("Tensor", sum(p.real.sum().to(device) for p in trained))
     ddp.reducer.prepare_for_backward([loss])  # as DDP does at the end of its forward pass
     loss.backward()
     ddp.zero_grad(set_to_none=True)
@@ -86,6 +84,5 @@ def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
-    means = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, mean in zip(tensors, means, strict=True):
+    for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(mean.view(tensor.shape))
