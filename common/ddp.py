@@ -16,8 +16,7 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     After its first backward pass, DDP rearranges its buckets in the order in which gradients became
     ready. With 3 or more ranks, the arrangement determines the order of additions. The first step
     after resuming would then differ in the last bits from the same step of an uninterrupted run.
-    This call runs a backward pass before every run's first step. The loss is the sum of parameters;
-    the model itself is not called. Parameters, buffers and random generators do not change.
+    This call runs a backward pass from the sum of the parameters; it does not call the model.
 
     Models with sparse gradients, a static graph or parameter hooks (they would run) are skipped.
     With 3 or more ranks, resumed and uninterrupted runs of these models differ in the last bits.
@@ -53,11 +52,8 @@ def parameter_hash(model: Any) -> str:
 
 
 def check_replicas(model: nn.Module) -> str:
-    """Check that all ranks have the same parameters, and return their hash. Every rank calls this.
-
-    Rank 0's buffers are first copied to all ranks, because BatchNorm statistics differ by rank.
-    """
-    broadcast_buffers(model)
+    """Check that all ranks have equal parameters, and return their hash. Every rank calls this."""
+    broadcast_buffers(model)  # BatchNorm's statistics differ by rank
     hashes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hashes, parameter_hash(model))
     different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
