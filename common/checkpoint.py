@@ -142,9 +142,8 @@ def load_weights(
         if "parts" in found:  # a checkpoint that `save` wrote
             about, found = found.get("about", {}), found["parts"]
         keys = ("ema", "state_dict", "model_state_dict", "model")
-        found = next((found[key] for key in keys if key in found), found)
-    items = found.items() if isinstance(found, dict) else ()
-    weights = {name: value for name, value in items if isinstance(value, Tensor)}
+        found = next((found[key] for key in keys if isinstance(found.get(key), dict)), found)
+    weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     if not weights:
         raise UserError(f"{path} contains no weights; expected a state dict of tensors")
     weights.pop("n_averaged", None)  # added by AveragedModel
