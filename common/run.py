@@ -90,8 +90,7 @@ class Run:
         dist.barrier()  # no rank continues before rank 0 has moved an earlier run's files
         if self.world_size > 1:
             hang.keep_fatal_stack(args.out / "hang")
-        self._signum, self._next_exchange = 0, self.step
-        self._work: dist.Work | None = None
+        self._signum, self._next_exchange = 0, self.step + 1
         if args.profile:
             when = schedule(skip_first=10, wait=0, warmup=1, active=args.profile, repeat=1)
             folder, name = str(args.out / "profile"), f"rank-{self.rank}"
@@ -357,14 +356,13 @@ class Run:
         wish = min(max(int(STOP_DELAY / max(clock - self._step_began, 1e-6)), 1), 100)
         self._step_began = clock
         signum = 0
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-            signum, interval = self._message.tolist()
-            self._next_exchange = self.step + interval
-        if not signum and self.step >= self._next_exchange:
+        if self.step == self._next_exchange:
             self._message = torch.tensor([self._signum, wish], dtype=torch.int32)
             self._work = dist.all_reduce(self._message, dist.ReduceOp.MAX, async_op=True)
+        elif self.step == self._next_exchange + 1:
+            self._work.wait()
+            signum, interval = self._message.tolist()
+            self._next_exchange = self.step + interval
         return signum
 
     def _stop(self, signum: int) -> None:
