@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from common.precision import autocast, set_kernels
 from common.rank import Stopped
 
 STOP_DELAY = 0.1  # seconds: approximate delay until ranks react to a signal
-FREE = {field.name for field in fields(NodeArgs)}  # flags that a resumed run may change
-FREE -= {"seed", "batch_size", "epochs", "precision", "deterministic"}
+# The flags that a resumed run may change.
+FREE = vars(NodeArgs()).keys() - {"seed", "batch_size", "epochs", "precision", "deterministic"}
 
 
 class Run:
@@ -74,7 +73,7 @@ class Run:
         self.epoch = self.batch = self.step = 0  # batch: number of steps done in this epoch
         self.best: float | None = None
         self.metrics: dict[str, float] = {}
-        self.flags = json.loads(json.dumps(asdict(args), default=str))  # plain values
+        self.flags = json.loads(json.dumps(vars(args), default=str))  # plain values
         self._losses: list[Tensor] = []  # this rank's losses, not yet averaged
         self._epoch_losses: list[float] = []  # this epoch's losses, averaged over the ranks
         self._epochs, self._speed = args.epochs, 0.0
