@@ -1,7 +1,6 @@
 """`Run`: the bookkeeping around a training loop."""
 
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -119,11 +118,10 @@ class Run:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
         local, left = divmod(self.args.batch_size, parts)  # left is 0 except in the SGD example
         local_batch = f"{local + 1} or {local}" if left else str(local)
-        kind, dtype = self.device.type, torch.float32
-        name = torch.cuda.get_device_name(self.device) if kind == "cuda" else "CPU"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        matrix = torch.ones(1, 1, device=self.device)
         with self.autocast:
-            if torch.is_autocast_enabled(kind):
-                dtype = torch.get_autocast_dtype(kind)
+            dtype = (matrix @ matrix).dtype
         self.print0(
             f"{what}\n{self.world_size} rank(s) on {name}, {dist.get_backend()}, "
             f"{str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} thread(s) each; "
@@ -250,8 +248,8 @@ class Run:
             self._epoch_random = random
         checkpoint.restore_random_state(self._epoch_random)  # a sampler may draw its order from it
         batches = iter(loader)
-        for _ in itertools.islice(batches, first - skipped):
-            pass  # the run has already trained on these batches
+        for _ in range(first - skipped):
+            next(batches, None)  # the run has already trained on these batches
         if first:
             checkpoint.restore_random_state(random)
         began = self._step_began = time.perf_counter()
@@ -321,8 +319,7 @@ class Run:
             f"{self._speed:,.0f} samples/s{'  best' * best}"
         )
         if best:
-            average = self.parts.get("ema")
-            model = self.parts["model"] if average is None else average.module
+            model = self.parts["ema"].module if "ema" in self.parts else self.parts["model"]
             weights = {n: v for n, v in model.state_dict().items() if isinstance(v, Tensor)}
             if self.rank == 0:
                 about = self.about | {"example": sys.argv[0], "args": self.flags}
