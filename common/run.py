@@ -210,10 +210,9 @@ class Run:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the remaining epochs; a resumed run starts in the interrupted epoch."""
         self._epochs = count
-        while self.epoch < count:
-            epoch = self.epoch
+        for epoch in range(self.epoch, count):
             yield epoch
-            assert self.epoch > epoch, "call run.end_epoch at the end of each epoch"
+            assert self.epoch == epoch + 1, "call run.end_epoch at the end of each epoch"
             # A signal may have arrived during the evaluation, whose results are now written.
             signum = torch.tensor(self._signum)
             dist.all_reduce(signum, dist.ReduceOp.MAX)
