@@ -71,11 +71,10 @@ def evaluate(
     targets, losses, top, scores = (in_dataset_order(rows, total, group) for rows in own)
     if not losses.isfinite().all():
         raise UserError("the test loss is NaN or infinite: lower --lr, or check the data for NaN")
-    hits = top == targets[:, None]  # [N, 5]
-    metrics = {"loss": losses.double().mean().item()}
-    metrics["accuracy"] = hits[:, 0].double().mean().item()
+    hits = (top == targets[:, None]).double()  # [N, 5], at most one 1 in each row
+    metrics = {"loss": losses.double().mean().item(), "accuracy": hits[:, 0].mean().item()}
     if classes > 10:
-        metrics["top5"] = hits.any(dim=1).double().mean().item()
+        metrics["top5"] = hits.sum(dim=1).mean().item()
     return Evaluation(metrics, targets, top[:, 0], scores)
 
 
