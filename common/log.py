@@ -120,9 +120,8 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     table = pd.DataFrame(points).groupby("step").mean()
     losses = list(table.filter(regex="^loss/"))
     groups = [group for group in (losses, list(table.drop(columns=losses))) if group]
-    axes = table.interpolate(limit_area="inside").plot(
-        subplots=groups, grid=True, figsize=(7.5, 3 * len(groups))
-    )
+    size = (7.5, 3 * len(groups))
+    axes = table.interpolate(limit_area="inside").plot(subplots=groups, grid=True, figsize=size)
     axes[0].figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
