@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.ddp import unwrapped
 from common.launch import UserError
 
 
@@ -161,7 +160,6 @@ def load_model(path: Path, model: Any, about: Mapping[str, Any]) -> None:
     Raises:
         UserError: the weights belong to another model or to other classes.
     """
-    model = unwrapped(model)
     weights, written = load_weights(path, model.state_dict().keys())
     check_classes(path, written, about)
     extra = {n: value for n, value in model.state_dict().items() if not isinstance(value, Tensor)}
