@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from common.launch import UserError
@@ -98,7 +97,7 @@ class Log:
             self._events.close()
             if points := read_points(self._metrics):
                 draw_curves(points, self.out / "curves.png")
-            where = {"host": platform.node(), "commit": _commit(), "torch": torch.__version__}
+            where = {"host": platform.node(), "commit": _commit()}
             text = json.dumps({**result, **where}, indent=2, default=str)
             (self.out / "result.json").write_text(text + "\n")
 

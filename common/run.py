@@ -329,14 +329,14 @@ class Run:
 
     def finish(self, model: Any, **facts: Any) -> None:
         """Compare all replicas, and write result.json with `facts`. Every rank calls this."""
-        parameters = check_replicas(model)
+        digest = check_replicas(model)
         seconds = round(time.perf_counter() - self._began, 3)
         result = {"args": self.flags, "argv": sys.argv, "world_size": self.world_size}
         result |= {"epochs": self.epoch, "steps": self.step, "seconds": seconds, "best": self.best}
-        result |= {"metrics": self.metrics, "parameter_hash": parameters}
-        result |= {"device": self.device.type, "threads": torch.get_num_threads()}
+        result |= {"metrics": self.metrics, "parameter_hash": digest, "device": self.device.type}
+        result |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
         self._log.close(result | facts)
-        self.print0(f"{self.step} steps in {seconds:.1f} s; {parameters[:12]}; {self.args.out}")
+        self.print0(f"{self.step} steps in {seconds:.1f} s; {digest[:12]}; {self.args.out}")
 
     def _remember_signal(self, signum: int, _: object) -> None:
         self._signum = signum
