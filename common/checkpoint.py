@@ -119,9 +119,8 @@ def load_weights(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read the weights in a file, and the metadata that `save_weights` wrote.
 
-    The file is a .safetensors file, a checkpoint, or a state dict that torch.save wrote. The state
-    dict may be under the key `state_dict`, `model_state_dict` or `model`. If the file has none of
-    the model's parameter `names`, prefixes that wrappers add are removed.
+    The file is a .safetensors file, a checkpoint, or a state dict, also under a key like `model`.
+    If it has none of the model's parameter `names`, prefixes that wrappers add are removed.
 
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.

@@ -18,9 +18,8 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     after resuming would then differ in the last bits from the same step of an uninterrupted run.
     This call runs a backward pass from the sum of the parameters; it does not call the model.
 
-    Models with sparse gradients, a static graph or parameter hooks (they would run) are skipped.
-    With 3 or more ranks, resumed and uninterrupted runs of these models differ in the last bits.
-    Register communication hooks after this call, because its backward pass would run them.
+    Models with sparse gradients, a static graph or parameter hooks (they would run) are skipped;
+    their last bits may differ. Register communication hooks after this call; it would run them.
     """
     module = ddp.module
     sparse = any(getattr(m, "sparse", False) is True for m in module.modules())  # embeddings

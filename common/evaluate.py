@@ -26,9 +26,8 @@ class Evaluation(NamedTuple):
 def in_dataset_order(rows: Tensor, total: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the rows from all ranks in dataset order, [total, ...]. Every rank calls this.
 
-    `DistributedSampler(shuffle=False)` gives rank r of W the samples r, r + W, r + 2 W, ... and
-    repeats the first samples so that all ranks have the same number. The repeats are removed.
-    `rows` is a CPU tensor with one row for each of this rank's samples.
+    `DistributedSampler(shuffle=False)` gives rank r of W the samples r, r + W, r + 2 W, ... The
+    samples that it repeats to make the ranks equal are removed. `rows` is a CPU tensor.
     """
     shards = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, rows.contiguous(), group=group)

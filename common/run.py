@@ -36,14 +36,12 @@ class Run:
     """Bookkeeping for a training loop: resume, save, stop all ranks together, and log.
 
     `Run` never calls the model, the loss, backward or the optimizer. Every rank creates a `Run`
-    after the objects whose state `Run` restores, and calls its methods.
+    after its `parts`, the objects to save and restore. `model` is required. Each part has
+    `state_dict()`, which every rank calls, and `load_state_dict()`; None is skipped.
 
     The first line that `Run` prints contains `what`, which describes the model or the data, and
     the number of data-parallel `replicas` (default: the number of ranks). `about` is metadata for
-    best.safetensors, as plain values; the class names in its `classes` are compared with the class
-    names saved with the weights to resume from. `parts` are the objects to save and restore;
-    `model` is required. Each has `state_dict()`, which every rank calls, and `load_state_dict()`;
-    None is skipped.
+    best.safetensors, as plain values; its `classes` are compared with those of a loaded file.
 
     Raises:
         UserError: the checkpoint is damaged or does not match this run, or another run uses --out.
@@ -129,7 +127,6 @@ class Run:
         )
 
     def _resume(self) -> None:
-        """Load the checkpoint or weights that --resume specifies. Every rank calls this."""
         resume, found = self.args.resume, None
         restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         dist.all_reduce(restarts, dist.ReduceOp.MAX)  # each node's torchrun counts separately
@@ -222,8 +219,6 @@ class Run:
     def steps(self, loader: Any) -> Iterator[Any]:
         """Yield the remaining batches of an epoch; each is one step. Every rank calls this.
 
-        The loader is a DataLoader, or another iterable with a length.
-
         Raises:
             Stopped: a signal arrived; all ranks stop after the same step, with a checkpoint.
         """
@@ -296,9 +291,8 @@ class Run:
     def end_epoch(self, metrics: Mapping[str, float], score: float) -> bool:
         """Record metrics, and save the model and a checkpoint. Every rank calls this.
 
-        The metrics are equal on all ranks. The first two are printed. best.safetensors contains
-        the weights with the highest score; return True if they are this epoch's. Raise UserError
-        if the score is NaN or infinite.
+        The metrics are equal on all ranks; the first two are printed. Return True if the score is
+        the highest so far; best.safetensors then contains this epoch's weights.
         """
         if not math.isfinite(score):
             raise UserError("the score is NaN or infinite: training diverged; lower --lr")
@@ -344,8 +338,7 @@ class Run:
     def _agreed_signal(self) -> int:
         """Return a signal that any rank received, or 0; the value is the same on all ranks.
 
-        The ranks exchange a small message and read it one step later, so that no rank waits. If
-        steps are short, the ranks exchange it only every few steps.
+        The ranks exchange a message every few steps. They read it one step later, without waiting.
         """
         clock = time.perf_counter()
         wish = min(max(int(STOP_DELAY / max(clock - self._step_began, 1e-6)), 1), 100)
