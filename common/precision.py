@@ -16,8 +16,7 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        features = torch.cpu.get_capabilities().items()
-        native = any(available for name, available in features if "bf16" in name)
+        native = any(on for name, on in torch.cpu.get_capabilities().items() if "bf16" in name)
     name = ("bf16" if native else "fp32") if precision == "auto" else precision
     return torch.autocast(device.type, HALF.get(name), enabled=name in HALF)
 

@@ -21,7 +21,7 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from torch.utils.data import DataLoader, DistributedSampler
 
 from common import checkpoint, hang
-from common.ddp import check_replicas, unwrapped
+from common.ddp import all_reduce_mean, check_replicas, unwrapped
 from common.launch import STOP_SIGNALS, NodeArgs, RunArgs, UserError
 from common.log import Log
 from common.precision import autocast, set_kernels
@@ -281,8 +281,7 @@ class Run:
             return float("nan")
         losses = torch.stack(self._losses).double().cpu()
         self._losses.clear()
-        dist.all_reduce(losses)
-        losses /= self.world_size
+        all_reduce_mean([losses])
         for step, loss in enumerate(losses.tolist(), self.step - len(losses) + 1):
             self.scalars(step, {"loss/train": loss})
         self._epoch_losses += losses.tolist()
