@@ -14,9 +14,8 @@ from tqdm import tqdm
 
 from common.launch import UserError
 
-# Files that runs write to --out.
-FILES = {"checkpoints", "metrics.jsonl", "tensorboard", "curves.png", "result.json", "profile"}
-FILES |= {"best.safetensors", "predictions.csv", "model", "samples"}
+RUN_FILES = {"checkpoints", "metrics.jsonl", "tensorboard", "curves.png", "result.json", "profile"}
+RUN_FILES |= {"best.safetensors", "predictions.csv", "model", "samples"}
 
 
 class Log:
@@ -42,7 +41,7 @@ class Log:
             tqdm.write(f"\033[33m{line}\033[0m" if sys.stderr.isatty() else line, sys.stderr)
 
     def open(self, step: int) -> None:
-        """Create the files at step 0, or continue existing files from a later step."""
+        """Create the files at step 0, or continue existing files, without values after `step`."""
         if not self.active:
             return
         if step == 0:
@@ -51,12 +50,11 @@ class Log:
         self._metrics.write_text("".join(json.dumps(point) + "\n" for point in points))
         from torch.utils.tensorboard import SummaryWriter  # takes a second; only rank 0 needs it
 
-        purge = step + 1 if step else None  # this run repeats the events after `step`
-        self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=purge)
+        self._events = SummaryWriter(str(self.out / "tensorboard"), purge_step=step + 1)
 
     def _move_earlier_run(self) -> None:
         """Move an earlier run's files aside, so that this run cannot resume from them."""
-        if found := [path for path in self.out.glob("*") if path.name in FILES]:  # not the user's
+        if found := [path for path in self.out.glob("*") if path.name in RUN_FILES]:
             numbers = [int(p.suffix[1:]) for p in self.out.glob("earlier.*[0-9]")]
             earlier = self.out / f"earlier.{max(numbers, default=-1) + 1}"
             earlier.mkdir()
@@ -125,8 +123,7 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
 
 
 def _commit() -> str:
-    """Return the source code's commit, from the container image or from git."""
-    if revision := os.environ.get("SOURCE_REVISION"):
+    if revision := os.environ.get("SOURCE_REVISION"):  # set in container images
         return revision
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
