@@ -44,8 +44,7 @@ def evaluate(
 ) -> Evaluation:
     """Classify a dataset of `total` samples, each once. Every rank of the group calls this.
 
-    `batches` are tuples of one or more inputs and the labels, for the samples that
-    `DistributedSampler(shuffle=False)` selects for this rank.
+    A batch is one or more inputs and the labels, sampled by `DistributedSampler(shuffle=False)`.
 
     Raises:
         UserError: the loss of a sample is NaN or infinite.
