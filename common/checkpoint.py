@@ -125,7 +125,6 @@ def load_weights(
     Raises:
         UserError: the file is missing, damaged, contains no weights, or contains NaN.
     """
-    about: dict[str, Any] = {}
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, "pt") as file:
@@ -136,7 +135,7 @@ def load_weights(
         except json.JSONDecodeError:
             about = {}  # written by another program
     else:
-        found = load(path)
+        about, found = {}, load(path)
         if "parts" in found:  # a checkpoint that `save` wrote
             about, found = found.get("about", {}), found["parts"]
         keys = ("ema", "state_dict", "model_state_dict", "model")
