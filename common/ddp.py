@@ -18,8 +18,8 @@ def warm_up_buckets(ddp: DistributedDataParallel) -> None:
     after resuming would then differ in the last bits from the same step of an uninterrupted run.
     This call runs a backward pass from the sum of the parameters; it does not call the model.
 
-    Models with sparse gradients, a static graph or parameter hooks (they would run) are skipped;
-    their last bits may differ. Register communication hooks after this call; it would run them.
+    Models with sparse gradients, a static graph or parameter hooks (they would run) are skipped:
+    after resuming, their last bits may differ. Register communication hooks after this call.
     """
     module = ddp.module
     sparse = any(getattr(m, "sparse", False) is True for m in module.modules())  # embeddings
@@ -79,5 +79,6 @@ def all_reduce_mean(tensors: Iterable[Tensor], group: dist.ProcessGroup | None =
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
-    for tensor, mean in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    means = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, mean in zip(tensors, means, strict=True):
         tensor.copy_(mean.view(tensor.shape))

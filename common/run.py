@@ -116,10 +116,11 @@ class Run:
         parts, unit = (self.world_size, "rank") if replicas is None else (replicas, "replica")
         local, left = divmod(self.args.batch_size, parts)  # left is 0 except in the SGD example
         local_batch = f"{local + 1} or {local}" if left else str(local)
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        matrix = torch.ones(1, 1, device=self.device)
+        kind, dtype = self.device.type, torch.float32
+        name = torch.cuda.get_device_name(self.device) if kind == "cuda" else "CPU"
         with self.autocast:
-            dtype = (matrix @ matrix).dtype
+            if torch.is_autocast_enabled(kind):
+                dtype = torch.get_autocast_dtype(kind)
         self.print0(
             f"{what}\n{self.world_size} rank(s) on {name}, {dist.get_backend()}, "
             f"{str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} thread(s) each; "
@@ -219,6 +220,8 @@ class Run:
     def steps(self, loader: Any) -> Iterator[Any]:
         """Yield the remaining batches of an epoch; each is one step. Every rank calls this.
 
+        The loader is a DataLoader, or another iterable with a length.
+
         Raises:
             Stopped: a signal arrived; all ranks stop after the same step, with a checkpoint.
         """
@@ -291,7 +294,8 @@ class Run:
         """Record metrics, and save the model and a checkpoint. Every rank calls this.
 
         The metrics are equal on all ranks; the first two are printed. Return True if the score is
-        the highest so far; best.safetensors then contains this epoch's weights.
+        the highest so far; best.safetensors then contains this epoch's weights. Raise UserError if
+        the score is NaN or infinite.
         """
         if not math.isfinite(score):
             raise UserError("the score is NaN or infinite: training diverged; lower --lr")
