@@ -1,5 +1,6 @@
 """Console output, progress bar and files of a run. Rank 0 writes; logging never communicates."""
 
+import contextlib
 import json
 import os
 import platform
@@ -117,8 +118,9 @@ def draw_curves(points: list[dict[str, Any]], path: Path) -> None:
     table = pd.DataFrame(points).groupby("step").mean()
     losses = list(table.filter(regex="^loss/"))
     groups = [group for group in (losses, list(table.drop(columns=losses))) if group]
-    size = (7.5, 3 * len(groups))
-    axes = table.interpolate(limit_area="inside").plot(subplots=groups, grid=True, figsize=size)
+    axes = table.interpolate(limit_area="inside").plot(
+        subplots=groups, grid=True, figsize=(7.5, 3 * len(groups))
+    )
     axes[0].figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
@@ -126,5 +128,7 @@ def _commit() -> str:
     if revision := os.environ.get("SOURCE_REVISION"):  # set in container images
         return revision
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    with contextlib.suppress(FileNotFoundError):  # git is not installed
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
+    return "unknown"

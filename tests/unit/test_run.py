@@ -386,15 +386,16 @@ def test_first_lines_say_what_is_trained(tmp_path: Path) -> None:
     assert "batch 96 = 2 replicas x 48" in second
 
 
-def _commit(out: Path) -> None:
-    os.environ["SOURCE_REVISION"] = "abc"
+def _commit(out: Path, revision: str) -> None:
+    os.environ |= {"SOURCE_REVISION": revision, "PATH": ""}  # git is not found
     run = begin(out, model=(model := nn.Linear(1, 1)))
     epoch(run)
     run.finish(model, images=7)
 
 
-def test_result_names_the_source(tmp_path: Path) -> None:
-    ranks.call(_commit, tmp_path / "out", folder=tmp_path, ranks=1)
+@pytest.mark.parametrize(("revision", "shown"), [("abc", "abc"), ("", "unknown")])
+def test_result_names_the_source(revision: str, shown: str, tmp_path: Path) -> None:
+    ranks.call(_commit, tmp_path / "out", revision, folder=tmp_path, ranks=1)
     result = ranks.Training(tmp_path / "out", [], []).result
-    assert (result["commit"], result["images"], result["steps"]) == ("abc", 7, 1)
+    assert (result["commit"], result["images"], result["steps"]) == (shown, 7, 1)
     assert {"seconds", "host", "argv", "threads", "device", "metrics", "best"} <= result.keys()
