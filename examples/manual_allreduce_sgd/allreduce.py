@@ -12,7 +12,7 @@ results of two algorithms are equal only up to rounding.
 """
 
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 
 import torch
@@ -66,12 +66,7 @@ def average_each_gradient(model: nn.Module) -> None:
 
 def milliseconds(function: Callable[..., object], *args: object) -> float:
     """Return the median time of a call in milliseconds. Every rank calls this."""
-    times = []
-    for _ in range(6):
-        dist.barrier()
-        began = time.perf_counter()
-        function(*args)
-        times.append(time.perf_counter() - began)
+    times = timeit.repeat(lambda: function(*args), setup=dist.barrier, number=1, repeat=6)
     return 1000 * statistics.median(times[1:])  # the first call also allocates memory
 
 
