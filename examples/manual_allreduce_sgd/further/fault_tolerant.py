@@ -16,7 +16,6 @@ import logging
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,16 +41,10 @@ def main(replica: int, steps: int = 1000, lighthouse: str = "http://127.0.0.1:29
     model = DigitNet(size=8, classes=10)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    parts: dict[str, Any] = {"model": model, "optimizer": sgd}
-
-    def load_state_dict(state: dict[str, Any]) -> None:
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-
     manager = torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=5)),
-        load_state_dict=load_state_dict,
-        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        load_state_dict=None,  # registered below
+        state_dict=None,
         min_replica_size=1,
         use_async_quorum=False,  # a joining replica contributes in the same step
         replica_id=f"replica_{replica}",
@@ -62,6 +55,8 @@ def main(replica: int, steps: int = 1000, lighthouse: str = "http://127.0.0.1:29
         lighthouse_addr=lighthouse,
         hostname="127.0.0.1",
     )
+    manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+    manager.register_state_dict_fn("optimizer", sgd.load_state_dict, sgd.state_dict)
     optimizer = torchft.Optimizer(manager, sgd)
     while manager.current_step() < steps:
         optimizer.zero_grad()  # forms a quorum; a joining replica receives the state here
