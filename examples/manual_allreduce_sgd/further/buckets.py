@@ -6,6 +6,7 @@ Gradients become ready from the last layer to the first. Hooks collect them in b
 is sent as soon as it is complete (Li et al., 2020, https://arxiv.org/abs/2006.15704, section 3.2).
 """
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class Buckets:
             self.buckets[-1].append(parameter)
             parameter.register_post_accumulate_grad_hook(self._collect)
         self.ready = set[nn.Parameter]()  # parameters whose gradients are ready in this step
-        self.sent: list[tuple[Tensor, dist.Work]] = []  # this step's messages, in bucket order
+        self.sent: list[tuple[list[Tensor], Tensor, dist.Work]] = []  # in bucket order
         self.overlapped = 0  # buckets that were sent during the last backward pass
 
     def _collect(self, parameter: nn.Parameter) -> None:
@@ -47,27 +48,26 @@ class Buckets:
             raise RuntimeError(f"a gradient of shape {list(parameter.shape)} became ready twice")
         self.ready.add(parameter)
         # All ranks must send the buckets in the same order, even if another bucket is ready first.
-        while len(self.sent) < len(self.buckets) and self.ready.issuperset(
-            self.buckets[len(self.sent)]
-        ):
-            self._send()
+        for bucket in self.buckets[len(self.sent) :]:
+            if not self.ready.issuperset(bucket):
+                break
+            self._send(bucket)
 
-    def _send(self) -> None:
-        bucket = self.buckets[len(self.sent)]
+    def _send(self, bucket: list[nn.Parameter]) -> None:
         for parameter in bucket:
             if parameter.grad is None:  # unused on this rank; other ranks may use it
                 parameter.grad = torch.zeros_like(parameter)
-        flat = parameters_to_vector([p.grad for p in bucket if p.grad is not None])
-        self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
+        gradients = [p.grad for p in bucket if p.grad is not None]
+        flat = parameters_to_vector(gradients)
+        self.sent.append((gradients, flat, dist.all_reduce(flat, async_op=True)))
 
     def wait(self) -> None:
         """Replace each gradient with its mean over the ranks. Every rank calls this."""
         self.overlapped = len(self.sent)
-        while len(self.sent) < len(self.buckets):
-            self._send()
-        for bucket, (flat, work) in zip(self.buckets, self.sent, strict=True):
+        for bucket in self.buckets[self.overlapped :]:
+            self._send(bucket)
+        for gradients, flat, work in self.sent:
             work.wait()
-            gradients = [p.grad for p in bucket if p.grad is not None]
             vector_to_parameters(flat / dist.get_world_size(), gradients)
         self.ready, self.sent = set(), []
 
@@ -91,11 +91,9 @@ def train(model: nn.Module, after_backward: Callable[[], object], steps: int) ->
 
 def compare(steps: int) -> None:
     """Train the same model with each method, and compare the results. Every rank calls this."""
-    models = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]
-        models.append(nn.Sequential(*layers))
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())]
+    models = [copy.deepcopy(nn.Sequential(*layers)) for _ in range(3)]
     flat, overlapped, ddp = models
     buckets = Buckets(overlapped)
     times = {
