@@ -128,12 +128,10 @@ def refused(rank: int, world_size: int) -> None:
         ),
     }
     for call, function in calls.items():
-        answer = "accepted"
         try:
             function()
         except (RuntimeError, ValueError) as error:
-            answer = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        show(call, "", answer)
+            show(call, "", f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
 def tour() -> None:
