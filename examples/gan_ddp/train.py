@@ -56,19 +56,13 @@ def main_worker(local_rank: int, args: Args) -> None:
         num_workers=args.workers,
         pin_memory=cuda,
     )
-    networks = nn.ModuleDict()
-    networks["generator"] = make_generator(data.size).to(device)
-    networks["discriminator"] = make_discriminator(data.size).to(device)
-    generator, discriminator = (
-        DDP(network, device_ids=[device] if cuda else None) for network in networks.values()
-    )
-    optimizer_g, optimizer_d = (
-        Adam(network.parameters(), lr=1e-3, betas=(0.5, 0.99), fused=cuda)
-        for network in (generator, discriminator)
-    )
-    run = Run(
-        args, device, str(data), model=networks, optimizer_g=optimizer_g, optimizer_d=optimizer_d
-    )
+    device_ids = [device] if cuda else None
+    generator = DDP(make_generator(data.size).to(device), device_ids=device_ids)
+    discriminator = DDP(make_discriminator(data.size).to(device), device_ids=device_ids)
+    networks = nn.ModuleDict({"generator": generator.module, "discriminator": discriminator.module})
+    optimizer_g = Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.99), fused=cuda)
+    optimizer_d = Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.99), fused=cuda)
+    run = Run(args, device, data, model=networks, optimizer_g=optimizer_g, optimizer_d=optimizer_d)
     warm_up_buckets(generator)  # makes a resumed run match an uninterrupted one bit for bit
     warm_up_buckets(discriminator)
 
