@@ -19,4 +19,3 @@ class Args(RunArgs):
     batch_size: Annotated[int, arg(aliases=["-b"])] = 120
     """GLOBAL batch size: real images per step over all ranks; the same number is generated."""
     out: Path = Path("runs/gan_ddp")
-    """Folder for checkpoints, samples, metrics and the result."""
