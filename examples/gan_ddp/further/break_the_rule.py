@@ -103,10 +103,10 @@ def try_way(way: Callable[..., None], norm: nn.Module) -> tuple[float, float, in
     return errors[0].item(), errors[1].item(), sum(sent)
 
 
-def main_worker(rank: int, rendezvous: str) -> None:
+def main_worker(rank: int, init_method: str) -> None:
     """Try all ways on a network without buffers and on a network with BatchNorm's buffers."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=2)
     for norm in (nn.GroupNorm(1, 64), nn.BatchNorm2d(64)):
         rows = {name: try_way(way, norm) for name, way in WAYS.items()}
         if rank == 0:
@@ -119,6 +119,5 @@ def main_worker(rank: int, rendezvous: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        file = f"{folder}/rendezvous"
         # Forked processes do not import torch again, but they cannot use CUDA.
-        mp.start_processes(main_worker, (file,), nprocs=2, start_method="fork")
+        mp.start_processes(main_worker, (f"file://{folder}/file",), nprocs=2, start_method="fork")
