@@ -76,9 +76,7 @@ class TopK(Compressor):
 class PowerSGD(Compressor):
     """Sends factors [a, r] and [r, b] of each gradient [a, b] (https://arxiv.org/abs/1905.13727).
 
-    Args:
-        shapes: (a, b) of each gradient, sent whole if its factors would not be smaller.
-        rank: the inner dimension r of the factors.
+    A gradient is sent whole if its factors, with r = `rank`, would not be smaller.
     """
 
     def __init__(self, shapes: list[tuple[int, int]], rank: int) -> None:
