@@ -5,10 +5,8 @@
 Each rank trains alone for H steps (--every), so it sends 1/H of the bytes of synchronous SGD. Then
 all ranks continue from one model:
 
-| method | the new model | source |
-|---|---|---|
-| local SGD | the mean of the ranks' models | https://arxiv.org/abs/1805.09767 |
-| DiLoCo | the result of an outer SGD step on the mean change | https://arxiv.org/abs/2311.08105 |
+- local SGD: the mean of the ranks' models (https://arxiv.org/abs/1805.09767)
+- DiLoCo: the result of an outer SGD step on the mean change (https://arxiv.org/abs/2311.08105)
 """
 
 from pathlib import Path
