@@ -87,7 +87,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         dist.broadcast(tensor, src=0)  # all ranks start with rank 0's model
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.5)
     all_reduce = {"ring": ring_all_reduce, "torch": dist.all_reduce}[args.all_reduce]
-    run = Run(args, device, str(data), about=data.about, model=model, optimizer=optimizer)
+    run = Run(args, device, data, about=data.about, model=model, optimizer=optimizer)
     for epoch in run.epochs(args.epochs):
         generator = torch.Generator().manual_seed(args.seed + epoch)  # the same on all ranks
         order, losses = torch.randperm(len(labels), generator=generator).to(device), []
