@@ -102,8 +102,7 @@ class EightSteps(nn.Module):
             with torch.set_grad_enabled(enabled), current:
                 return work(*own)
 
-        devices = self.devices[: len(arguments[0])]
-        return list(self._threads.map(on_device, devices, *arguments))
+        return list(self._threads.map(on_device, self.devices, *arguments))
 
     def show(self, step: str, tensors: Iterable[Tensor]) -> None:
         """Log the shapes, devices and duration of a step, in the third iteration only."""
