@@ -75,8 +75,7 @@ def main_worker(local_rank: int, args: Args) -> None:
         gradient_as_bucket_view=True,  # avoids a copy of the gradients
     )
     optimizer = SGD(model.parameters(), args.lr, 0.9, weight_decay=5e-4, nesterov=True, fused=cuda)
-    steps = args.epochs * len(loader)
-    scheduler = OneCycleLR(optimizer, args.lr, steps, cycle_momentum=False)
+    scheduler = OneCycleLR(optimizer, args.lr, args.epochs * len(loader), cycle_momentum=False)
     run = Run(  # with --resume, loads the checkpoint on every rank
         args, device, data, about=data.about, model=model, optimizer=optimizer, scheduler=scheduler
     )
