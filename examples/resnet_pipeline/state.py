@@ -8,8 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp_state
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+# Flattened: the optimizer's entries have names like state.layer1.0.conv1.weight.exp_avg.
+OPTIONS = dcp_state.StateDictOptions(cpu_offload=True, flatten_optimizer_state_dict=True)
 
 
 class WholeModel:
@@ -20,7 +24,7 @@ class WholeModel:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state on the first stage, and {} on other stages. Every rank calls this."""
-        return gather(on_cpu(self.stage.state_dict()), self.pipe)
+        return gather(dcp_state.get_model_state_dict(self.stage, options=OPTIONS), self.pipe)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this stage's entries."""
@@ -36,24 +40,19 @@ class WholeModel:
 
 
 class WholeOptimizer:
-    """The optimizer state of all stages; `optimizer` has one group, the parameters of `stage`."""
+    """The optimizer state of all stages; `optimizer` has the parameters of `stage`."""
 
     def __init__(self, optimizer: Optimizer, stage: nn.Module, pipe: dist.ProcessGroup) -> None:
-        self.optimizer, self.pipe = optimizer, pipe
-        self.names = [name for name, _ in stage.named_parameters()]
+        self.optimizer, self.stage, self.pipe = optimizer, stage, pipe
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state on stage 0, and only the group on others. Every rank calls this."""
-        state, (group,) = self.optimizer.state_dict().values()
-        own = {self.names[number]: on_cpu(values) for number, values in state.items()}
-        return {"state": gather(own, self.pipe), "group": group | {"params": []}}
+        """Return the state on the first stage, and {} on other stages. Every rank calls this."""
+        own = dcp_state.get_optimizer_state_dict(self.stage, self.optimizer, options=OPTIONS)
+        return gather(own, self.pipe)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load this stage's entries."""
-        found = state["state"]
-        own = {number: found[name] for number, name in enumerate(self.names) if name in found}
-        group = state["group"] | {"params": list(range(len(self.names)))}
-        self.optimizer.load_state_dict({"state": own, "param_groups": [group]})
+        dcp_state.set_optimizer_state_dict(self.stage, self.optimizer, state, options=OPTIONS)
 
 
 def gather(own: dict[str, Any], pipe: dist.ProcessGroup) -> dict[str, Any]:
@@ -62,8 +61,3 @@ def gather(own: dict[str, Any], pipe: dist.ProcessGroup) -> dict[str, Any]:
     states: list[dict[str, Any]] | None = [{}] * size if first else None
     dist.gather_object(own, states, group=pipe, group_dst=0)
     return {name: value for state in states or [] for name, value in state.items()}
-
-
-def on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with its tensors on the CPU."""
-    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
