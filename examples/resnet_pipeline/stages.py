@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torchvision.models import get_model
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from common.launch import UserError
 
@@ -25,22 +26,19 @@ def cut(model: nn.Module, stages: int, cuts: tuple[str, ...] = ()) -> list[list[
     A cut is possible where a single tensor passes: before a residual block and before the head. By
     default, stages have equal numbers of residual blocks.
     """
-    row = [["conv1", "bn1", "relu", "maxpool"]]
-    for layer in ("layer1", "layer2", "layer3", "layer4"):
-        row += [[f"{layer}.{name}"] for name, _ in model.get_submodule(layer).named_children()]
-    row += [["avgpool", "fc"]]
-    firsts, residual = [block[0] for block in row], len(row) - 2
-    starts = [1 + residual * stage // stages for stage in range(1, stages)]
-    if cuts:
-        starts = [firsts.index(name) for name in cuts if name in firsts[1:]]
-        if len(cuts) != stages - 1 or len(starts) != len(cuts) or starts != sorted(set(starts)):
-            text = f"--cuts {' '.join(cuts)} does not define {stages} stage(s)"
-            blocks = f"{stages - 1} of these, in this order: {', '.join(firsts[1:])}"
-            raise UserError(f"{text}; choose {blocks}")
-    elif stages > residual:
-        raise UserError(f"cannot split {residual} residual blocks into {stages} stages; use fewer")
-    bounds = [0, *starts, len(row)]
-    return [sum(row[bounds[i] : bounds[i + 1]], []) for i in range(stages)]  # noqa: RUF017
+    blocks = [n for n, m in model.named_modules() if isinstance(m, BasicBlock | Bottleneck)]
+    names = ["conv1", "bn1", "relu", "maxpool", *blocks, "avgpool", "fc"]
+    if not cuts:
+        count = len(blocks)
+        if stages > count:
+            raise UserError(f"cannot split {count} residual blocks into {stages} stages; use fewer")
+        cuts = tuple(blocks[count * stage // stages] for stage in range(1, stages))
+    possible = [*blocks, "avgpool"]
+    if len(cuts) != stages - 1 or list(cuts) != [name for name in possible if name in cuts]:
+        text = f"--cuts {' '.join(cuts)} does not define {stages} stage(s); choose {stages - 1}"
+        raise UserError(f"{text} of these, in this order: {', '.join(possible)}")
+    bounds = [0, *(names.index(name) for name in cuts), len(names)]
+    return [names[bounds[i] : bounds[i + 1]] for i in range(stages)]
 
 
 class Stage(nn.Module):
