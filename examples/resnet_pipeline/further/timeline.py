@@ -7,7 +7,6 @@ of a backward pass for the input (I) and the weights (W). White space is the bub
 host waits for the device after each action, so that the times include the device's work.
 """
 
-import os
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,6 +101,6 @@ def main(args: Args, device: torch.device, path: Path) -> dict[str, list[Event]]
 
 if __name__ == "__main__":
     arguments = tyro.cli(Args, description="Draw a step with each schedule.")
-    rank_device = init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0")))
+    rank_device = init_distributed(RunArgs(), local_rank=0)  # torchrun sets it
     main(arguments, rank_device, Path("timeline.png"))
     dist.destroy_process_group()

@@ -11,7 +11,6 @@ has the first and the last stage, so that the backward pass starts on the rank w
 pass ends. Weight gradients fill the remaining bubble. With torch 2.11, zbv needs NCCL.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -102,5 +101,5 @@ def train(args: Args, device: torch.device) -> list[float]:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Args), init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0"))))
+    train(tyro.cli(Args), init_distributed(RunArgs(), local_rank=0))  # torchrun sets it
     dist.destroy_process_group()

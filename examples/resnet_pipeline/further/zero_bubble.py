@@ -15,7 +15,6 @@ The bubble is (P - 1) / (3 M + P - 1). Layers keep their inputs until W, so ever
 P micro-batches; in 1F1B, only the first stage keeps that many.
 """
 
-import os
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -143,6 +142,6 @@ def compare(args: Args, device: torch.device) -> bool:
 
 
 if __name__ == "__main__":
-    rank_device = init_distributed(RunArgs(), int(os.environ.get("LOCAL_RANK", "0")))
+    rank_device = init_distributed(RunArgs(), local_rank=0)  # torchrun sets it
     print0(f"all schedules give stage 0 the same gradients: {compare(tyro.cli(Args), rank_device)}")
     dist.destroy_process_group()
