@@ -198,9 +198,8 @@ class Pipeline(nn.Module):
         """Receive the activations [samples, ...] from the previous stage."""
         group, stage = self.activations, self.index - 1
         if not self.announcement:  # shape and type depend on the cuts and the precision
-            announcement: list[Any] = [None, None]
-            dist.recv_object_list(announcement, group=group, group_src=stage)
-            self.announcement = announcement
+            self.announcement = [None, None]
+            dist.recv_object_list(self.announcement, group=group, group_src=stage)
         shape, dtype = self.announcement
         message = torch.empty(samples, *shape, dtype=dtype, device=self.message_device)
         dist.recv(message, group=group, group_src=stage)

@@ -50,8 +50,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     torch.manual_seed(args.seed)  # every rank draws the whole model and keeps one stage of it
     settings = args.arch, len(classes), args.norm
     stage = build_stage(*settings, stages, mesh.get_local_rank("pp"), args.cuts).to(device)
-    schedule = SCHEDULES[args.schedule]
-    pipeline = Pipeline(stage, mesh, schedule, args.micro_batches, args.timeout)
+    pipeline = Pipeline(stage, mesh, SCHEDULES[args.schedule], args.micro_batches, args.timeout)
     optimizer = AdamW(stage.parameters(), args.lr, fused=True)
     whole = WholeModel(stage, mesh.get_group("pp"))  # checkpoints fit any number of stages
     run = Run(
