@@ -12,7 +12,6 @@ import argparse
 import os
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,12 +52,6 @@ def load_batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return TEXT[local].to(device), TEXT[local + 1].to(device)
 
 
-def sharded_state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Return the content of a checkpoint. This initializes an optimizer that has no state yet."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "step": torch.tensor(step)}
-
-
 def main(steps: int, folder: Path) -> None:
     """Train for `steps` steps from the newest checkpoint, and write a new one."""
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # as NCCL requires
@@ -84,12 +77,10 @@ def main(steps: int, folder: Path) -> None:
     first_step = 0
     # dcp.save writes .metadata last: a checkpoint without it is incomplete.
     if newest := max(folder.glob("step-*/.metadata"), default=None):
-        saved = sharded_state(model, optimizer, step=0)  # dcp.load copies into these tensors
-        dcp.load(saved, checkpoint_id=newest.parent)
-        set_state_dict(
-            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-        )
-        first_step = int(saved["step"])
+        weights, moments = get_state_dict(model, optimizer)  # initializes the optimizer's state
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=newest.parent)  # in place
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        first_step = int(newest.parent.name.removeprefix("step-"))
     for step in range(first_step, first_step + steps):
         token_ids, next_ids = load_batch(step, device)
         loss = F.cross_entropy(model(token_ids).flatten(0, 1), next_ids.flatten())
@@ -100,10 +91,9 @@ def main(steps: int, folder: Path) -> None:
         dist.all_reduce(mean_loss)
         if rank == 0:
             print(f"step {step + 1}, loss {mean_loss.item():.6f}", flush=True)
-    last_step = first_step + steps
-    dcp.save(  # each rank writes its own shards
-        sharded_state(model, optimizer, last_step), checkpoint_id=folder / f"step-{last_step:08}"
-    )
+    weights, moments = get_state_dict(model, optimizer)  # this rank's shards
+    checkpoint = folder / f"step-{first_step + steps:08}"
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=checkpoint)
 
     sharded = [each for each in model.parameters() if isinstance(each, DTensor)]  # all parameters
     total, local = sum(x.numel() for x in sharded), sum(x.to_local().numel() for x in sharded)
