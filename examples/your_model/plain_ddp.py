@@ -4,8 +4,6 @@
     torchrun --standalone --nproc-per-node 2 plain_ddp.py            # two: the same losses
     torchrun --standalone --nproc-per-node 2 plain_ddp.py --resume --epochs 30
 
---resume continues from runs/plain_ddp.pt.
-
 The number of ranks must divide the batch size, and affects the result only through rounding.
 `train.py` adds a clean stop, exact resuming, mixed precision and logs for long runs.
 """
