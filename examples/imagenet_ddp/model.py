@@ -22,7 +22,7 @@ from common.rank import print0
 from .args import Args
 
 
-def options(args: Args) -> dict[str, Any]:
+def model_options(args: Args) -> dict[str, Any]:
     """Return arguments for `torchvision.models.get_model` that suit --arch and --image-size."""
     if args.arch.startswith("vit_"):
         return {"image_size": args.image_size}
@@ -41,7 +41,7 @@ def build_model(args: Args, classes: int, device: torch.device) -> nn.Module:
         raise UserError(f"torchvision has no model {args.arch}; try {', '.join(similar)}")
     if args.sync_bn and device.type != "cuda":
         raise UserError("--sync-bn needs CUDA, because SyncBatchNorm rejects CPU tensors")
-    model = models.get_model(args.arch, num_classes=classes, **options(args))
+    model = models.get_model(args.arch, num_classes=classes, **model_options(args))
     if args.pretrained and not (args.evaluate and args.resume != "no"):
         _load_pretrained(model, args)
     if args.sync_bn:

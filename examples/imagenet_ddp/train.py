@@ -28,8 +28,7 @@ from common.rank import init_distributed, local_batch_size, print0, record
 from common.run import Run
 
 from .args import Args
-from .model import ExponentialAverage, build_model, load_trained, make_scheduler
-from .model import options as model_options
+from .model import ExponentialAverage, build_model, load_trained, make_scheduler, model_options
 
 
 def main(args: Args) -> None:
@@ -43,10 +42,9 @@ def main_worker(local_rank: int, args: Args) -> None:
     device = init_distributed(args, local_rank)  # calls dist.init_process_group
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed + rank)  # DDP broadcasts rank 0's parameters; only dropout differs
-    local_batch = local_batch_size(args.batch_size, world_size)
     loader, test_loader = image_loaders(
         args.data,
-        local_batch,
+        local_batch_size(args.batch_size, world_size),
         args.image_size,
         args.seed,
         args.workers,
