@@ -1,14 +1,12 @@
 """The flags of bert_dp."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import tyro
 from tyro.conf import arg
 
-from common.launch import RunArgs, expand_home, one_line_errors
+from common.launch import RunArgs
 
 REVIEWS = Path(__file__).with_name("reviews.csv")
 
@@ -43,9 +41,3 @@ class Args(TextArgs, RunArgs):
     log_every: Annotated[int, arg(metavar="STEPS", aliases=["-p", "--print-freq"])] = 100
     out: Path = Path("runs/bert_dp")
     """Folder for checkpoints, metrics, the result, and the best model for predict.py."""
-
-
-def run(main: Callable[[Any], None], args_class: type) -> None:
-    """Run a program in this process; print a UserError as one line and exit with code 2."""
-    with one_line_errors():
-        main(expand_home(tyro.cli(args_class)))

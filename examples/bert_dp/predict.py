@@ -13,11 +13,11 @@ from typing import Any
 
 import pandas
 import torch
+import tyro
 from transformers import pipeline
 
-from common.launch import UserError
+from common.launch import UserError, expand_home, one_line_errors
 
-from .args import run
 from .data import read_cells
 from .model import pretrained
 
@@ -81,4 +81,5 @@ def predict_file(path: Path, column: str, out: Path, classify: Callable[..., Any
 
 
 if __name__ == "__main__":
-    run(main, Args)
+    with one_line_errors():
+        main(expand_home(tyro.cli(Args)))

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from .args import TextArgs, run
+from common.launch import expand_home, one_line_errors
+
+from .args import TextArgs
 from .data import Reviews, split
 from .model import build
 
@@ -92,4 +95,5 @@ def train(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    run(train, Args)
+    with one_line_errors():
+        train(expand_home(tyro.cli(Args)))
