@@ -62,10 +62,7 @@ class Reviews(Dataset[tuple[str, int]]):
 
 
 def read_cells(path: Path) -> pandas.DataFrame:
-    """Return all cells of a csv file as text. Row 0 is the header.
-
-    In a file with only one column, an empty line is also a row.
-    """
+    """Return all cells of a csv file as text. Row 0 is the header."""
     refuse_lfs_pointer(path)
     content = path.read_bytes()
     try:
@@ -79,7 +76,7 @@ def read_cells(path: Path) -> pandas.DataFrame:
             header=None,
             dtype=str,
             na_filter=False,
-            skip_blank_lines=columns > 1,
+            skip_blank_lines=columns > 1,  # with one column, an empty line is also a row
         )
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
@@ -98,10 +95,7 @@ def refuse_lfs_pointer(path: Path) -> None:
 
 
 def split(reviews: Reviews, seed: int) -> list[Subset[tuple[str, int]]]:
-    """Split the reviews: return 90% for training and 10% for validation.
-
-    The split is random, because review files are usually sorted by label.
-    """
+    """Split the reviews 90:10 at random, because review files are usually sorted by label."""
     return random_split(reviews, [0.9, 0.1], torch.Generator().manual_seed(seed))
 
 
