@@ -72,9 +72,8 @@ def train(args: Args, device: torch.device) -> list[float]:
         # means, is equal only if all micro-batches have the same size.
         return F.cross_entropy(logits, labels, reduction="sum") / args.batch_size
 
-    several = len(indices) > 1
     schedule = SCHEDULES[args.schedule](
-        built if several else built[0],
+        built if len(built) > 1 else built[0],
         n_microbatches=args.micro_batches,
         loss_fn=loss_function,
         scale_grads=False,
