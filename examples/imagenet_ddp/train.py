@@ -6,8 +6,7 @@ Command lines for `imagenet/main.py` from pytorch/examples work here, with or wi
     python -m examples.imagenet_ddp -a resnet50 DIR                   # DIR/{train,val}/CLASS/*
     python -m examples.imagenet_ddp -a resnet50 --multiprocessing-distributed DIR    # all GPUs
     torchrun --nproc-per-node 8 --max-restarts 3 -m examples.imagenet_ddp -a resnet50 DIR
-    python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 0 DIR
-    python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank 1 DIR
+    python -m examples.imagenet_ddp --dist-url tcp://HOST0:29500 --world-size 2 --rank R DIR
 """
 
 from contextlib import nullcontext
