@@ -14,6 +14,7 @@ from common.launch import UserError
 
 from .data import ID2LABEL, refuse_lfs_pointer
 
+BertAndTokenizer = tuple[BertForSequenceClassification, BertTokenizer]
 LABELS: Any = {"id2label": ID2LABEL, "label2id": {name: label for label, name in ID2LABEL.items()}}
 # Words longer than this become [UNK]. The default is 100, but a whole Thai sentence is one word.
 LONGEST_WORD = 1_000_000
@@ -22,18 +23,14 @@ SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 logging.disable_progress_bar()
 
 
-def build(
-    model: str, texts: Sequence[str], max_length: int
-) -> tuple[BertForSequenceClassification, BertTokenizer]:
+def build(model: str, texts: Sequence[str], max_length: int) -> BertAndTokenizer:
     """Return a pretrained BERT from a folder, or a small untrained one, on the CPU."""
     if model == "small":
         return small(texts, max_length)
     return pretrained(Path(model).expanduser(), max_length)
 
 
-def pretrained(
-    folder: Path, max_length: int, new_head: bool = True
-) -> tuple[BertForSequenceClassification, BertTokenizer]:
+def pretrained(folder: Path, max_length: int, new_head: bool = True) -> BertAndTokenizer:
     """Load a BERT from a local folder, without network access and without executing code.
 
     The model must accept `max_length` tokens. If `new_head` is True, a classifier that is missing
@@ -86,9 +83,7 @@ def pretrained(
     return model, tokenizer
 
 
-def small(
-    texts: Sequence[str], max_length: int
-) -> tuple[BertForSequenceClassification, BertTokenizer]:
+def small(texts: Sequence[str], max_length: int) -> BertAndTokenizer:
     """Build a BERT with two layers and a vocabulary that contains the texts' characters.
 
     WordPiece splits a word into its first character and one `##` token for each further character.
