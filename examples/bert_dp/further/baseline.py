@@ -26,7 +26,7 @@ def main(csv: Path = REVIEWS, seeds: int = 5) -> None:
         csv: csv file with the columns label (0 or 1) and review.
         seeds: number of splits; the other programs use the same splits with --seed 0, 1, ...
     """
-    reviews, accuracies = Reviews(csv), []
+    reviews, accuracies = Reviews(csv.expanduser()), []
     for seed in range(seeds):
         train, validation = (zip(*part, strict=True) for part in split(reviews, seed))
         model = make_pipeline(TfidfVectorizer(analyzer="char", ngram_range=(1, 2)), LinearSVC())
