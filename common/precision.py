@@ -26,8 +26,10 @@ def set_kernels(deterministic: bool, device: torch.device) -> None:
     if device.type != "cuda":
         return
     backends: Any = torch.backends  # properties that type checkers do not see
-    backends.cuda.matmul.fp32_precision = "ieee"
+    backends.fp32_precision = "ieee"
+    # With torch 2.11, convolutions keep TF32 unless their own precision is set.
     backends.cudnn.conv.fp32_precision = backends.cudnn.rnn.fp32_precision = "ieee"
+    backends.cuda.matmul.fp32_precision = "ieee"
     backends.cudnn.benchmark = not deterministic  # tries the algorithms once per shape
     backends.cudnn.deterministic = deterministic
     if deterministic:  # raises for operations without a deterministic kernel, like attention
