@@ -180,7 +180,7 @@ class Pipeline(nn.Module):
         forward = action.kind == "F"
         group, stage = (self.activations, 1) if forward else (self.gradients, -1)
         stage += self.index
-        message = tensor.contiguous().to(self.message_device)  # as isend requires
+        message = to_message(tensor).to(self.message_device)
         if forward and not self.announced:
             self.announced = True
             dist.send_object_list([message.shape[1:], message.dtype], group=group, group_dst=stage)
@@ -204,10 +204,20 @@ class Pipeline(nn.Module):
         message = torch.empty(samples, *shape, dtype=dtype, device=self.message_device)
         dist.recv(message, group=group, group_src=stage)
         # Make the tensor a leaf of the graph, so that its gradient is stored in `.grad`.
-        return message.to(self.device).requires_grad_(torch.is_grad_enabled())
+        return from_message(message.to(self.device)).requires_grad_(torch.is_grad_enabled())
 
     def receive_gradient(self, y: Tensor) -> Tensor:
         """Receive the gradient of the activations `y` from the next stage."""
-        message = torch.empty(y.shape, dtype=y.dtype, device=self.message_device)
+        message = torch.empty_like(to_message(y.detach()), device=self.message_device)
         dist.recv(message, group=self.gradients, group_src=self.index + 1)
-        return message.to(self.device)
+        return from_message(message.to(self.device))
+
+
+def to_message(x: Tensor) -> Tensor:
+    """Return channels_last images as a contiguous view; make other tensors contiguous."""
+    return (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).contiguous()
+
+
+def from_message(message: Tensor) -> Tensor:
+    """Return the tensor that `to_message` converted to a message."""
+    return message.permute(0, 3, 1, 2) if message.dim() == 4 else message
