@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.nn  # imported after init_process_group, it keeps gloo's threads alive
 import tyro
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, set_seed
@@ -92,6 +94,8 @@ def train(args: Args) -> None:
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(checkpoints)) if resume else None)
     trainer.save_model(str(args.out / "model"))  # train() has loaded the best checkpoint
     trainer.save_metrics("eval", trainer.evaluate())
+    if dist.is_initialized():  # under torchrun
+        dist.destroy_process_group()  # gloo's threads could abort a process that exits
 
 
 if __name__ == "__main__":
