@@ -172,7 +172,7 @@ def check_classes(path: Path, written: Mapping[str, Any], about: Mapping[str, An
     """Raise UserError if the file and the data have different class names."""
     ours, theirs = about.get("classes"), written.get("classes")
     if ours and theirs and ours != theirs:
-        raise UserError(f"{path} is for the classes {theirs}; the data has the classes {ours}")
+        raise UserError(f"{path} has the classes {theirs}, the data {ours}; use matching weights")
 
 
 def random_state() -> dict[str, Any]:

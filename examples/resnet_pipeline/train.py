@@ -41,7 +41,7 @@ def main_worker(local_rank: int, args: Args) -> None:
     device = init_distributed(args, local_rank)  # cuda and nccl, or cpu and gloo
     stages = args.stages or dist.get_world_size()
     if dist.get_world_size() % stages:
-        raise UserError(f"{dist.get_world_size()} ranks are not divisible by --stages {stages}")
+        raise UserError(f"the number of ranks must be a multiple of --stages {stages}")
     mesh = make_mesh(device.type, stages, args.timeout)  # [dp, pp]: replicas x stages
     replicas, replica_group = mesh.size(0), mesh.get_group("dp")
     train_loader, test_loader = load_images(args, mesh)

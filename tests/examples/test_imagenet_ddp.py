@@ -286,7 +286,7 @@ def test_weights_of_other_classes_are_refused(
         words += ["--resume", str(trained.out / "best.safetensors")]
         run = ranks.run(EXAMPLE, 1, words, out=tmp_path / "out")
         assert run.codes == [2]
-        assert "is for the classes" in run.text
+        assert "has the classes" in run.text
 
 
 # ------------------------------------------------------------------------------------- commands

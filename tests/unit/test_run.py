@@ -305,7 +305,7 @@ def _other_model(out: Path, resume: str) -> str:
 @pytest.mark.parametrize(
     ("classes", "features", "words"),
     [
-        (["dog", "cat"], 2, ["is for the classes", "dog"]),
+        (["dog", "cat"], 2, ["has the classes", "dog"]),
         (["cat", "dog"], 3, ["does not match"]),
         (None, 3, ["does not match"]),
     ],
